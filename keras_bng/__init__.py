@@ -1,0 +1,33 @@
+"""Block-normalized gradient optimizers for Keras 3."""
+
+from keras_bng._version import __version__
+from keras_bng.blocks import Block, partition
+from keras_bng.normalize import normalize
+from keras_bng.optimizer import BlockNormalized
+from keras_bng.optimizers import (
+    SGDNG,
+    AdagradBNG,
+    AdagradNG,
+    AdamNG,
+    RMSpropNG,
+    block_normalized,
+)
+from keras_bng.rules import Adaptive, Clip, Rule, Unit
+
+__all__ = [
+    "SGDNG",
+    "AdagradBNG",
+    "AdagradNG",
+    "AdamNG",
+    "Adaptive",
+    "Block",
+    "BlockNormalized",
+    "Clip",
+    "RMSpropNG",
+    "Rule",
+    "Unit",
+    "__version__",
+    "block_normalized",
+    "normalize",
+    "partition",
+]

@@ -1,0 +1,311 @@
+"""The named optimizers, and `block_normalized` for all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from keras_bng import rules
+from keras_bng.blocks import BlockSpec
+from keras_bng.normalize import is_sparse
+from keras_bng.optimizer import (
+    PACKAGE,
+    BlockNormalized,
+    live_learning_rate,
+    take_over,
+)
+
+
+@keras.saving.register_keras_serializable(PACKAGE)
+class SGDNG(BlockNormalized, keras.optimizers.SGD):
+    """SGD with momentum on block-normalized gradients (the paper's SGDMNG).
+
+    Takes the arguments of `keras.optimizers.SGD` in their order (here `momentum`
+    defaults to 0.9), then `blocks`, `rule`, `l2` and `jit_compile`: see
+    `keras_bng.BlockNormalized`. Without momentum, the gradient of an `Embedding` stays
+    sparse and a step costs what its touched rows cost.
+
+    Example:
+
+    >>> import keras
+    >>> w = keras.Variable([3.0, 4.0])
+    >>> optimizer = SGDNG(learning_rate=0.1)
+    >>> optimizer.apply([keras.ops.array([30.0, 40.0])], [w])
+    >>> print(w.numpy().round(3))
+    [2.94 3.92]
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.01,
+        momentum: float = 0.9,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate, momentum, *args, **kwargs)
+
+
+@keras.saving.register_keras_serializable(PACKAGE)
+class AdamNG(BlockNormalized, keras.optimizers.Adam):
+    """Adam on block-normalized gradients.
+
+    Takes the arguments of `keras.optimizers.Adam` in their order (here `epsilon`
+    defaults to the paper's 1e-8), then `blocks`, `rule`, `l2` and `jit_compile`: see
+    `keras_bng.BlockNormalized`.
+
+    Example:
+
+    >>> import keras
+    >>> w = keras.Variable([1.0, 2.0])
+    >>> optimizer = AdamNG(learning_rate=0.1)
+    >>> optimizer.apply([keras.ops.array([1e-30, 0.0])], [w])  # Adam would not move
+    >>> print(w.numpy().round(3))
+    [0.9 2. ]
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-8,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, *args, **kwargs)
+
+
+@keras.saving.register_keras_serializable(PACKAGE)
+class AdagradNG(BlockNormalized, keras.optimizers.Adagrad):
+    """AdaGrad on block-normalized gradients (the paper's AdaGradNG).
+
+    Takes the arguments of `keras.optimizers.Adagrad` in their order, then `blocks`,
+    `rule`, `l2` and `jit_compile`: see `keras_bng.BlockNormalized`. The defaults here
+    are a rate of 0.01 and an `initial_accumulator_value` of 0: Keras's 0.1 would swamp
+    normalized gradients, whose squares add up to 1 over a whole block.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.01,
+        initial_accumulator_value: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(learning_rate, initial_accumulator_value, *args, **kwargs)
+
+
+@keras.saving.register_keras_serializable(PACKAGE)
+class RMSpropNG(BlockNormalized, keras.optimizers.RMSprop):
+    """RMSprop on block-normalized gradients.
+
+    Takes the arguments of `keras.optimizers.RMSprop` in their order, with its
+    defaults, then `blocks`, `rule`, `l2` and `jit_compile`: see
+    `keras_bng.BlockNormalized`.
+    """
+
+
+@keras.saving.register_keras_serializable(PACKAGE)
+class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
+    """AdaGradBNG, Algorithm 2 of the paper's appendix, for which it proves convergence.
+
+    It accumulates the squares of the *normalized* gradients, but steps along the *raw*
+    one: `w -= learning_rate * g / (delta + sqrt(sum of squares of g / ||g||))`. So it
+    is not `AdagradNG`, and a vanishing gradient still makes it stop.
+
+    Args:
+        learning_rate: The paper's eta. Defaults to `0.01`.
+        delta: Added to the root of the accumulator, above 0. Defaults to `1e-8`.
+        blocks, l2, jit_compile: See `keras_bng.BlockNormalized`. `l2 * w` is added to
+            the raw gradient of the step; the accumulator does not see it.
+
+    All other arguments are those of every Keras optimizer.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.01,
+        delta: float = 1e-8,
+        weight_decay: float | None = None,
+        clipnorm: float | None = None,
+        clipvalue: float | None = None,
+        global_clipnorm: float | None = None,
+        use_ema: bool = False,
+        ema_momentum: float = 0.99,
+        ema_overwrite_frequency: int | None = None,
+        loss_scale_factor: float | None = None,
+        gradient_accumulation_steps: int | None = None,
+        name: str | None = None,
+        *,
+        blocks: BlockSpec = "layer",
+        l2: float | None = None,
+        jit_compile: bool | str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        if "rule" in kwargs:
+            raise TypeError(
+                "`AdagradBNG` takes no `rule`: Algorithm 2 is defined for unit norms. "
+                "`AdagradNG` takes one. "
+                f"Received: rule={kwargs['rule']!r}"
+            )
+        rules.check_number("delta", delta, positive=True)
+        super().__init__(
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            clipnorm=clipnorm,
+            clipvalue=clipvalue,
+            global_clipnorm=global_clipnorm,
+            use_ema=use_ema,
+            ema_momentum=ema_momentum,
+            ema_overwrite_frequency=ema_overwrite_frequency,
+            loss_scale_factor=loss_scale_factor,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            name=name,
+            blocks=blocks,
+            l2=l2,
+            jit_compile=jit_compile,
+            **kwargs,
+        )
+        self.delta = delta
+
+    def build(self, variables: list[Any]) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        self._accumulators = self.add_optimizer_variables(variables, "accumulator")
+
+    def _to_base(self, raw: Any, normalized: Any, weight: Any, kept: Any = None) -> Any:
+        if kept is not None:
+            raw = _zero_unless(kept, raw)
+        return self._with_l2(raw, weight, kept), normalized
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update step; `gradient` is the pair (raw, normalized)."""
+        raw, normalized = (ops.cast(g, variable.dtype) for g in gradient)
+        rate = ops.cast(learning_rate, variable.dtype)
+        accumulator = self._accumulators[self._get_variable_index(variable)]
+        self.assign_add(accumulator, ops.square(normalized))
+        self.assign_sub(
+            variable,
+            ops.divide(
+                ops.multiply(rate, raw), ops.add(ops.sqrt(accumulator), self.delta)
+            ),
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        config = {**super().get_config(), "delta": self.delta}
+        del config["rule"]
+        return config
+
+
+def _zero_unless(kept: Any, gradient: Any) -> Any:
+    if is_sparse(gradient):
+        values = _zero_unless(kept, gradient.values)
+        return type(gradient)(values, gradient.indices, gradient.dense_shape)
+    return ops.where(kept, gradient, ops.zeros_like(gradient))
+
+
+_NORMALIZED_CLASSES: dict[type, type] = {
+    keras.optimizers.SGD: SGDNG,
+    keras.optimizers.Adam: AdamNG,
+    keras.optimizers.Adagrad: AdagradNG,
+    keras.optimizers.RMSprop: RMSpropNG,
+}
+
+
+@keras.saving.register_keras_serializable(PACKAGE, "block_normalized")
+class _Wrapped(BlockNormalized):
+    """Base of the classes that `block_normalized` makes. All are saved under one name,
+    with the stock optimizer's config inside, so that any process can load them."""
+
+    stock_class: type
+
+    def get_config(self) -> dict[str, Any]:
+        config = self.stock_class.get_config(self)
+        config["learning_rate"] = live_learning_rate(self)
+        stock = self.stock_class.from_config(config)
+        return {
+            "optimizer": keras.saving.serialize_keras_object(stock),
+            **self._block_config(),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        config = {
+            name: keras.saving.deserialize_keras_object(value, custom_objects)
+            if isinstance(value, dict)
+            else value
+            for name, value in config.items()
+        }
+        return block_normalized(**config)
+
+
+def block_normalized(
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    blocks: BlockSpec = "layer",
+    rule: rules.RuleSpec = "unit",
+    l2: float | None = None,
+    jit_compile: bool | str = "auto",
+) -> keras.optimizers.Optimizer:
+    """Makes any Keras optimizer normalize its gradients block by block.
+
+    Args:
+        optimizer: An instance of a Keras optimizer. It is not changed; its settings,
+            schedule and, if it was built, its state are taken over.
+        blocks, rule, l2, jit_compile: See `keras_bng.BlockNormalized`.
+
+    Returns:
+        An optimizer of a subclass of `optimizer`'s class: not a wrapper around it, so
+        that callbacks, saving and `optimizer.learning_rate` work as with the original.
+
+    Example:
+
+    >>> import keras
+    >>> optimizer = block_normalized(keras.optimizers.Lion(1e-4, beta_1=0.95))
+    >>> type(optimizer).__name__, isinstance(optimizer, keras.optimizers.Lion)
+    ('LionNG', True)
+    >>> optimizer.beta_1
+    0.95
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`optimizer` must be an instance of a Keras optimizer, for example "
+            f"`keras.optimizers.Lion(1e-4)`. Received: {optimizer!r}"
+        )
+    if isinstance(optimizer, BlockNormalized):
+        raise TypeError(
+            "`optimizer` normalizes its gradients already: pass `blocks`, `rule` and "
+            f"`l2` when you make it. Received: {optimizer!r}"
+        )
+    if hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers"):
+        raise TypeError(
+            "`optimizer` only passes gradients on to other optimizers. Make those "
+            "block-normalized instead: `LossScaleOptimizer(block_normalized(...))`. "
+            f"Received: {optimizer!r}"
+        )
+    config = optimizer.get_config()
+    config["learning_rate"] = live_learning_rate(optimizer)
+    config |= {"blocks": blocks, "rule": rule, "l2": l2, "jit_compile": jit_compile}
+    cls = _normalized_class(type(optimizer))
+    normalized = BlockNormalized.from_config.__func__(cls, config)
+    take_over(optimizer, normalized)
+    return normalized
+
+
+def _normalized_class(stock: type) -> type:
+    if stock not in _NORMALIZED_CLASSES:
+        cls = type(
+            f"{stock.__name__}NG",
+            (_Wrapped, stock),
+            {
+                "__doc__": f"`{stock.__name__}` on block-normalized gradients.",
+                "__module__": __name__,
+                "stock_class": stock,
+            },
+        )
+        keras.saving.register_keras_serializable(PACKAGE, "block_normalized")(cls)
+        _NORMALIZED_CLASSES[stock] = cls
+    return _NORMALIZED_CLASSES[stock]

@@ -1,0 +1,123 @@
+"""How far a block may move: one factor a block, from the norms it gets."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import keras
+from keras import ops
+
+RuleSpec: TypeAlias = "str | Rule | Callable[[Any, Any], Any] | None"
+
+
+class Rule(abc.ABC):
+    """A factor a block: `rule(gradient_norm, weight_norm)`, vectors in, a vector out.
+
+    `gradient_norm` is positive and finite: blocks whose gradient is zero or not
+    finite are dealt with before a rule sees them, and show it the value 1.
+    """
+
+    uses_weights = True
+    """Whether the rule reads `weight_norm`. If not, it is not computed, and is None."""
+
+    @abc.abstractmethod
+    def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
+        """Returns the number that multiplies each block's gradient."""
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Rule:
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable("keras_bng")
+@dataclasses.dataclass(frozen=True)
+class Unit(Rule):
+    """Every block's gradient gets norm 1, whatever its size was (the paper's NG)."""
+
+    uses_weights = False
+
+    def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
+        return 1.0 / gradient_norm
+
+
+@keras.saving.register_keras_serializable("keras_bng")
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Rule):
+    """Every block's gradient gets `ratio` times the norm of its weights (NG_adap).
+
+    Weights that are all zero count as norm 1, so that nothing is frozen.
+    """
+
+    ratio: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_number("ratio", self.ratio, positive=True)
+
+    def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
+        length = ops.where(weight_norm > 0, weight_norm, ops.ones_like(weight_norm))
+        return self.ratio * length / gradient_norm
+
+    def get_config(self) -> dict[str, Any]:
+        return {"ratio": self.ratio}
+
+
+@keras.saving.register_keras_serializable("keras_bng")
+@dataclasses.dataclass(frozen=True)
+class Clip(Rule):
+    """A block's gradient longer than `threshold` is cut to that length (CLIP)."""
+
+    threshold: float = 0.1
+    uses_weights = False
+
+    def __post_init__(self) -> None:
+        check_number("threshold", self.threshold, positive=True)
+
+    def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
+        return ops.minimum(1.0, self.threshold / gradient_norm)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"threshold": self.threshold}
+
+
+NAMED_RULES = {"unit": Unit, "adaptive": Adaptive, "clip": Clip}
+ALLOWED = (
+    "Allowed: 'unit', 'adaptive', 'clip', a rule object such as "
+    "`Adaptive(ratio=0.02)`, a callable `(gradient_norm, weight_norm) -> factor`, "
+    "or None."
+)
+
+
+def get(rule: RuleSpec) -> Rule | Callable[[Any, Any], Any] | None:
+    """Turns the `rule` argument into a rule object, a callable or None."""
+    if isinstance(rule, str):
+        if rule not in NAMED_RULES:
+            raise ValueError(f"Unknown `rule`. {ALLOWED} Received: rule={rule!r}")
+        return NAMED_RULES[rule]()
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        raise TypeError(
+            f"`rule` must be an instance: write `{rule.__name__}()`. Received: {rule!r}"
+        )
+    if rule is None or callable(rule):
+        return rule
+    raise TypeError(f"`rule` has the wrong type. {ALLOWED} Received: rule={rule!r}")
+
+
+def check_number(name: str, value: Any, positive: bool = False) -> None:
+    """Raises unless `value` is a finite number, not negative (or above zero)."""
+    allowed = "above 0" if positive else "of 0 or more"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be a number {allowed}. Received: {name}={value!r}"
+        )
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(
+            f"`{name}` must be a finite number {allowed}. Received: {name}={value!r}"
+        )
