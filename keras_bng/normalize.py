@@ -177,7 +177,7 @@ def _norms(
 
     def careful() -> Any:
         largest = ops.segment_max(
-            ops.stack([ops.max(ops.abs(x)) for x in entries]),
+            ops.stack([ops.max(ops.abs(x), initial=0) for x in entries]),
             segments,
             num_segments=len(members),
         )
@@ -246,7 +246,9 @@ def _as_tensor(gradient: Any) -> Any:
     )
     first = ops.segment_max(indices, row, num_segments=count)
     left_over = ops.arange(count) > ops.sum(is_new)
-    return _with_values(gradient, values, ops.where(left_over, ops.max(indices), first))
+    return _with_values(
+        gradient, values, ops.where(left_over, ops.max(indices, initial=0), first)
+    )
 
 
 def _norm_dtype(tensors: Sequence[Any]) -> str:

@@ -1,8 +1,8 @@
 """The paper in plain NumPy, float64: the oracle for all tests.
 
-Written from the paper (Algorithm 1, section 4.2 for NG_adap and CLIP, Algorithm 2 of the
-appendix) and the papers of the base methods, not from `keras_bng`. Blocks are lists of
-positions. Gradients and weights are lists of arrays. No cleverness.
+Written from the paper (Algorithm 1, section 4.2 for NG_adap and CLIP, Algorithm 2 of
+the appendix) and the papers of the base methods, not from `keras_bng`. Blocks are lists
+of positions. Gradients and weights are lists of arrays. No cleverness.
 """
 
 import numpy as np

@@ -1,0 +1,126 @@
+"""Fails loudly when Keras changes one of the private hooks that `optimizer.py` uses."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+from helpers import arrays, some_gradients, some_variables, tensors, variable
+
+from keras_bng import SGDNG
+
+SGD = keras.optimizers.SGD
+
+
+def recorded(rng, **options):
+    """The private calls of one step of the stock optimizer, in order."""
+    order = []
+    optimizer = SGD(0.1, weight_decay=0.1, clipnorm=1.0, **options)
+    for name in (
+        "_backend_apply_gradients",
+        "_clip_gradients",
+        "_apply_weight_decay",
+        "_backend_update_step",
+        "_all_reduce_sum_gradients",
+        "update_step",
+    ):
+        if hasattr(optimizer, name):
+            original = getattr(optimizer, name)
+
+            def spy(*args, name=name, original=original, **kwargs):
+                order.append(name)
+                return original(*args, **kwargs)
+
+            setattr(optimizer, name, spy)
+    w = variable([1.0, 2.0], "a/w", **{})
+    optimizer.apply(tensors([[1.0, 1.0]]), [w])
+    return order
+
+
+def test_keras_calls_its_hooks_in_the_order_that_we_rely_on(rng):
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    assert recorded(rng) == [
+        "_backend_apply_gradients",
+        "_clip_gradients",
+        "_apply_weight_decay",
+        "_backend_update_step",
+        *(["_all_reduce_sum_gradients"] if on_tensorflow else []),
+        *(["update_step"] if keras.backend.backend() != "torch" else []),
+    ]
+
+
+def test_the_hooks_exist_with_the_arguments_that_we_pass():
+    def arguments(name):
+        return list(inspect.signature(getattr(SGD, name)).parameters)
+
+    assert arguments("_backend_update_step")[1:] == [
+        "grads",
+        "trainable_variables",
+        "learning_rate",
+    ]
+    assert arguments("_get_variable_index") == ["self", "variable"]
+    assert arguments("apply")[1:] == ["grads", "trainable_variables"]
+    assert arguments("load_own_variables") == ["self", "store"]
+    if keras.backend.backend() == "tensorflow":
+        assert arguments("_all_reduce_sum_gradients") == ["self", "grads_and_vars"]
+
+
+def test_the_private_attributes_hold_what_we_read(rng):
+    optimizer = SGD(0.1)
+    assert isinstance(optimizer._learning_rate, keras.Variable)
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    assert SGD(schedule)._learning_rate is schedule
+    variables = some_variables(rng)
+    optimizer.build(variables)
+    assert list(optimizer._trainable_variables) == variables
+    assert [optimizer._get_variable_index(v) for v in variables] == [0, 1, 2, 3]
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    names = [n for n in vars(optimizer) if n.startswith("_exclude_from_weight_decay")]
+    assert len(names) >= 2
+
+
+def test_our_hook_is_called_once_a_step_and_sees_every_gradient(rng):
+    seen = []
+
+    class Spy(SGDNG):
+        def _normalized(self, gradients, variables):
+            seen.append((len(gradients), len(variables)))
+            return super()._normalized(gradients, variables)
+
+    variables = some_variables(rng)
+    optimizer = Spy(jit_compile=False)
+    for _ in range(3):
+        optimizer.apply(tensors(some_gradients(rng, variables)), variables)
+    assert seen == [(4, 4)] * 3
+
+
+def test_keras_takes_variables_in_an_attribute_for_state_and_ours_are_hidden(rng):
+    variables = some_variables(rng)
+    optimizer = SGD(0.1)
+    optimizer.mine = tuple(variables)
+    assert any(v is variables[0] for v in optimizer.variables), "the premise"
+    ours = SGDNG()
+    ours.build(variables)
+    assert not any(v is w for v in ours.variables for w in variables)
+
+
+def test_the_state_of_a_step_is_what_the_hook_returned(rng):
+    class Twice(SGDNG):
+        def _normalized(self, gradients, variables):
+            return [g * 2.0 for g in super()._normalized(gradients, variables)]
+
+    w = variable([0.0], "a/w")
+    Twice(1.0, momentum=0.0).apply(tensors([[5.0]]), [w])
+    np.testing.assert_allclose(arrays([w])[0], [-2.0])
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="TensorFlow only")
+def test_update_step_gets_a_variable_without_path(rng):
+    seen = []
+
+    class Spy(SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            seen.append(hasattr(variable, "path"))
+
+    Spy(0.1).apply(tensors([[1.0]]), [variable([1.0], "a/w")])
+    assert seen == [False], "the path must be read in `build`"

@@ -1,0 +1,413 @@
+"""TensorFlow only: sparse gradients, eager steps, loops, checkpoints, export."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import reference
+from helpers import (
+    BLOCKS,
+    OPTIMIZERS,
+    arrays,
+    compiled,
+    small_data,
+    small_model,
+    some_gradients,
+    some_variables,
+    tensors,
+    variable,
+)
+
+import keras_bng
+from keras_bng import SGDNG, AdagradNG, AdamNG, block_normalized, normalize, partition
+
+tf = pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="TensorFlow only"
+)
+
+EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+MODES = pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+INDICES = [5, 2, 5, 0, 2, 5]
+
+
+def call(mode, function, *args):
+    if mode == "eager":
+        return function(*args)
+    return tf.function(function, jit_compile=mode == "xla")(*args)
+
+
+def sparse_gradient(rng, rows=8, width=3, indices=INDICES, dtype="float32"):
+    values = rng.normal(size=(len(indices), width))
+    slices = tf.IndexedSlices(
+        tf.constant(values, dtype), tf.constant(indices), tf.constant([rows, width])
+    )
+    dense = np.zeros((rows, width))
+    np.add.at(dense, indices, values)
+    return slices, dense
+
+
+@MODES
+@pytest.mark.parametrize("rule", ["unit", "adaptive", "clip"])
+def test_repeated_rows_count_once_summed_and_stay_sparse(rng, mode, rule):
+    w = [variable(rng.normal(size=(8, 3)).astype("float32"), "e/embeddings")]
+    slices, dense = sparse_gradient(rng)
+    blocks = partition(w)
+
+    def run(g):
+        (result,) = normalize([g], w, blocks, rule)
+        assert isinstance(result, tf.IndexedSlices)
+        return result
+
+    twin = {
+        "unit": reference.unit,
+        "adaptive": reference.adaptive(0.02),
+        "clip": reference.clip(0.1),
+    }[rule]
+    (expected,) = reference.normalize([dense], arrays(w), [[0]], twin)
+    result = call(mode, run, slices)
+    np.testing.assert_allclose(
+        tf.convert_to_tensor(result).numpy(), expected, rtol=1e-5, atol=1e-7
+    )
+    values, indices = result.values.numpy(), result.indices.numpy()
+    touched = [i for i, row in zip(indices, values) if row.any()]
+    assert sorted(touched) == [0, 2, 5], "every row once"
+
+
+def test_a_sparse_and_a_dense_variable_share_a_norm(rng):
+    w = [variable(np.ones((8, 3), "float32"), p) for p in ("t/embeddings", "t/kernel")]
+    slices, dense = sparse_gradient(rng)
+    other = rng.normal(size=(8, 3))
+    result = normalize([slices, *tensors([other])], w, partition(w))
+    expected = reference.normalize([dense, other], arrays(w), [[0, 1]], reference.unit)
+    for ours, theirs in zip(result, expected):
+        ours = tf.convert_to_tensor(ours).numpy()
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@MODES
+def test_extreme_and_broken_sparse_gradients(rng, mode):
+    w = [variable(np.ones((8, 3), "float32"), "e/embeddings")]
+    slices, _ = sparse_gradient(rng)
+
+    def norm_at(scale):
+        def run(g):
+            g = tf.IndexedSlices(g.values * scale, g.indices, g.dense_shape)
+            return tf.norm(normalize([g], w, partition(w))[0].values)
+
+        return float(call(mode, run, slices))
+
+    for scale in (1e-30, 1e30):
+        assert abs(norm_at(scale) - 1) < 1e-5
+    for scale in (0.0, float("nan"), float("inf")):
+        assert norm_at(scale) == 0
+
+
+def test_no_rows_at_all_is_a_zero_gradient():
+    w = [variable(np.ones((8, 3), "float32"), "e/embeddings")]
+    empty = tf.IndexedSlices(
+        tf.zeros((0, 3)), tf.zeros((0,), tf.int32), tf.constant([8, 3])
+    )
+    (result,) = normalize([empty], w, partition(w))
+    assert not tf.convert_to_tensor(result).numpy().any()
+
+
+@EVERY_OPTIMIZER
+@MODES
+def test_a_sparse_step_equals_the_dense_one(rng, make, mode):
+    start = rng.normal(size=(8, 3)).astype("float32")
+    gradients = [sparse_gradient(rng) for _ in range(4)]
+
+    def weights_after(which):
+        w = [variable(start, "e/embeddings"), variable(start, "d/kernel")]
+        optimizer = make()
+        optimizer.build(w)
+        for pair in gradients:
+            dense = tf.constant(pair[1], tf.float32)
+            g = pair[0] if which == "sparse" else dense
+            call(mode, lambda a, b: optimizer.apply([a, b], w), g, dense)
+        return arrays(w)
+
+    for a, b in zip(weights_after("sparse"), weights_after("dense")):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@EVERY_OPTIMIZER
+def test_l2_and_accumulation_on_sparse_gradients_equal_the_dense_ones(rng, make):
+    start = rng.normal(size=(8, 3)).astype("float32")
+    gradients = [sparse_gradient(rng) for _ in range(4)]
+    for options in ({"l2": 0.1}, {"gradient_accumulation_steps": 2}):
+        results = []
+        for which in (0, 1):
+            w = variable(start, "e/embeddings")
+            optimizer = make(**options)
+            for pair in gradients:
+                g = pair[0] if which == 0 else tf.constant(pair[1], tf.float32)
+                optimizer.apply([g], [w])
+            results.append(arrays([w])[0])
+        np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_plain_sgd_updates_a_million_rows_at_the_cost_of_those_touched(rng):
+    def seconds(rows):
+        w = variable(np.zeros((rows, 64), "float32"), "e/embeddings")
+        optimizer = SGDNG(0.1, momentum=0.0)
+        indices = rng.integers(0, rows, 4000)
+        values = tf.constant(rng.normal(size=(4000, 64)), tf.float32)
+        g = tf.IndexedSlices(values, tf.constant(indices), tf.constant([rows, 64]))
+        step = tf.function(lambda g: optimizer.apply([g], [w]))
+        optimizer.build([w])
+        step(g)
+        times = []
+        for _ in range(15):
+            start = time.perf_counter()
+            step(g)
+            times.append(time.perf_counter() - start)
+        return np.median(times)
+
+    small, large = (
+        np.median([seconds(n) for _ in range(3)]) for n in (10_000, 1_000_000)
+    )
+    assert large < 3 * small  # dense, it would be 100 times
+
+
+def test_plain_sgd_gets_a_sparse_gradient_from_an_embedding(rng):
+    seen = []
+
+    class Spy(SGDNG):
+        def update_step(self, gradient, variable, learning_rate):
+            seen.append(type(gradient))
+            super().update_step(gradient, variable, learning_rate)
+
+    model = keras.Sequential(
+        [keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(3)]
+    )
+    model.build((None, 5))
+    compiled(model, Spy(0.1, momentum=0.0), jit_compile=False)
+    x, y = rng.integers(0, 50, (16, 5)), rng.integers(0, 3, 16)
+    model.fit(x, y, verbose=0)
+    assert seen[0] is tf.IndexedSlices
+
+
+@MODES
+@pytest.mark.parametrize("shape", [(5_000_000,), (2000, 2001), (300_000, 8)])
+def test_large_tensors_keep_their_digits_compiled_too(mode, shape):
+    # Equal entries are the worst case: every rounding error goes the same way.
+    w = [variable(np.ones(shape, "float32"), "a/w")]
+    g = tf.fill(shape, 0.1)
+    result = call(mode, lambda g: normalize([g], w, partition(w))[0], g)
+    assert abs(reference.block_norm([result.numpy()]) - 1) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1e-25, 1e-10, 1.0, 1e10, 1e25, 1e37])
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+def test_norm_one_from_1e_minus_37_to_1e37_compiled(rng, mode, scale):
+    direction = rng.normal(size=(6, 2))
+    direction /= np.linalg.norm(direction)
+    w = [variable(np.ones((6, 2), "float32"), "a/w")]
+    g = tf.constant(direction * scale, tf.float32)
+    result = call(mode, lambda g: normalize([g], w, partition(w))[0], g)
+    assert abs(reference.block_norm([result.numpy()]) - 1) < 1e-5
+
+
+@EVERY_OPTIMIZER
+def test_a_custom_loop_does_not_retrace(rng, make):
+    model, optimizer = small_model(), make()
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer.build(model.trainable_variables)
+    traces = []
+
+    @tf.function
+    def step(x, y):
+        traces.append(1)
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    data = small_data(rng)
+    losses = [float(step(*data)) for _ in range(20)]
+    assert len(traces) == 1
+    assert losses[-1] < losses[0]
+
+
+@EVERY_OPTIMIZER
+@pytest.mark.parametrize("jit_compile", ["auto", True])
+def test_an_eager_step_is_compiled_once_and_equals_the_uncompiled(
+    rng, make, jit_compile
+):
+    calls = []
+    start = some_variables(rng)
+    steps = [some_gradients(rng, start, 0.01) for _ in range(5)]
+    results = []
+    for jit in (jit_compile, False):
+        variables = [variable(arrays([v])[0], v.path) for v in start]
+        optimizer = make(jit_compile=jit)
+        update_step = optimizer.update_step
+
+        def spy(*args, update_step=update_step):
+            calls.append(1)
+            return update_step(*args)
+
+        optimizer.update_step = spy
+        calls.clear()
+        for gradients in steps:
+            optimizer.apply(tensors(gradients), variables)
+        assert len(calls) == len(variables) * (1 if jit else len(steps))
+        results.append(arrays(variables))
+    for a, b in zip(*results):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_compiled_eager_step_is_keyed_by_the_variables_that_have_gradients(rng):
+    variables = some_variables(rng)
+    optimizer = SGDNG(1.0, momentum=0.0)
+    gradients = tensors(some_gradients(rng, variables))
+    for missing in (0, 2):
+        some = list(gradients)
+        some[missing] = None
+        before = arrays(variables)
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            optimizer.apply(some, variables)
+        for i, (a, b) in enumerate(zip(arrays(variables), before)):
+            assert (a == b).all() == (i == missing)
+    for subset in ([0, 1], [2]):
+        before = arrays(variables)
+        optimizer.apply([gradients[i] for i in subset], [variables[i] for i in subset])
+        for i, (a, b) in enumerate(zip(arrays(variables), before)):
+            assert (a == b).all() == (i not in subset)
+
+
+def test_an_eager_loop_over_batches_of_different_row_counts_traces_a_few_times(rng):
+    w = variable(np.zeros((50, 3), "float32"), "e/embeddings")
+    optimizer = SGDNG(0.1, momentum=0.0)
+    traces = []
+    update_step = optimizer.update_step
+
+    def spy(*args):
+        traces.append(1)
+        return update_step(*args)
+
+    optimizer.update_step = spy
+    for rows in range(3, 20):
+        slices, _ = sparse_gradient(rng, 50, 3, rng.integers(0, 50, rows))
+        optimizer.apply([slices], [w])
+    assert len(traces) <= 3
+
+
+def test_rule_none_is_the_stock_optimizer_bit_for_bit_in_fit(rng):
+    data = small_data(rng)
+    pairs = [
+        (lambda: SGDNG(0.1, rule=None), lambda: keras.optimizers.SGD(0.1, 0.9)),
+        (lambda: AdamNG(rule=None), lambda: keras.optimizers.Adam(epsilon=1e-8)),
+        (
+            lambda: AdagradNG(rule=None),
+            lambda: keras.optimizers.Adagrad(0.01, initial_accumulator_value=0.0),
+        ),
+        (lambda: keras_bng.RMSpropNG(rule=None), keras.optimizers.RMSprop),
+    ]
+    for jit in (True, False):
+        for pair in pairs:
+            results = []
+            for make in pair:
+                keras.utils.set_random_seed(0)
+                model = compiled(small_model(), make(), jit_compile=jit)
+                model.fit(*data, epochs=5, verbose=0, shuffle=False)
+                results.append(arrays(model.trainable_variables))
+            for a, b in zip(*results):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_rule_none_leaves_sparse_gradients_as_stock_keras_has_them(rng):
+    start = rng.normal(size=(8, 3)).astype("float32")
+    one, two = variable(start, "a/e"), variable(start, "b/e")
+    ours = AdagradNG(0.1, initial_accumulator_value=0.1, rule=None)
+    stock = keras.optimizers.Adagrad(0.1)
+    for _ in range(5):
+        g, _ = sparse_gradient(rng)
+        ours.apply([g], [one])
+        stock.apply([g], [two])
+    np.testing.assert_array_equal(*arrays([one, two]))
+
+
+def test_tf_variables_work_in_a_custom_loop(rng):
+    w = [tf.Variable([3.0, 4.0], name="a/kernel"), tf.Variable([1.0], name="a/bias")]
+    optimizer = SGDNG(1.0, momentum=0.0)
+    optimizer.apply_gradients(zip(tensors([[0.0, 3.0], [4.0]]), w))
+    assert [b.name for b in optimizer.blocks] == ["a"]
+    np.testing.assert_allclose(w[0].numpy(), [3.0, 3.4], rtol=1e-6)
+    np.testing.assert_allclose(w[1].numpy(), [0.2], rtol=1e-5)
+
+
+@EVERY_OPTIMIZER
+def test_a_tf_checkpoint_brings_back_the_state(rng, make, tmp_path):
+    data = small_data(rng)
+    model, other = (compiled(small_model(), make()) for _ in range(2))
+    model.fit(*data, verbose=0)
+    other.optimizer.build(other.trainable_variables)
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(
+        str(tmp_path / "checkpoint")
+    )
+    restored = tf.train.Checkpoint(model=other, optimizer=other.optimizer).read(path)
+    restored.assert_existing_objects_matched()
+    for a, b in zip(other.optimizer.variables, model.optimizer.variables):
+        np.testing.assert_array_equal(*arrays([a, b]))
+    for a, b in zip(other.trainable_variables, model.trainable_variables):
+        np.testing.assert_array_equal(*arrays([a, b]))
+
+
+@EVERY_OPTIMIZER
+def test_export_gives_the_same_predictions(rng, make, tmp_path):
+    x, y = small_data(rng)
+    model = compiled(small_model(), make())
+    model.fit(x, y, verbose=0)
+    model.export(str(tmp_path / "exported"), verbose=False)
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    np.testing.assert_allclose(exported.serve(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_saved_model_save_of_a_compiled_model_works_after_an_eager_step(rng, tmp_path):
+    x, y = small_data(rng)
+    model = compiled(small_model(), AdamNG(), run_eagerly=True)
+    model.fit(x, y, verbose=0)
+    tf.saved_model.save(model, str(tmp_path / "saved"))
+    assert tf.saved_model.load(str(tmp_path / "saved")) is not None
+
+
+def test_keras_file_in_a_process_that_only_imports_keras_bng(rng, tmp_path):
+    import subprocess
+    import sys
+
+    lion = keras.optimizers.Lion(keras.optimizers.schedules.CosineDecay(0.1, 50))
+    model = compiled(small_model(), block_normalized(lion, rule="clip"))
+    data = small_data(rng)
+    model.fit(*data, verbose=0)
+    path = tmp_path / "model.keras"
+    model.save(path)
+    code = f"""
+import keras, keras_bng
+optimizer = keras.models.load_model({str(path)!r}).optimizer
+assert type(optimizer).__name__ == "LionNG", optimizer
+assert isinstance(optimizer, keras.optimizers.Lion)
+assert isinstance(optimizer._learning_rate, keras.optimizers.schedules.CosineDecay)
+assert optimizer.rule == keras_bng.Clip()
+print("steps", int(optimizer.iterations.numpy()))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert "steps 2" in result.stdout, result.stderr[-2000:]
+
+
+def test_100_steps_beside_the_reference_compiled_by_xla(rng):
+    variables = some_variables(rng)
+    twin = reference.Adam(arrays(variables), BLOCKS, learning_rate=0.05)
+    optimizer = AdamNG(0.05, jit_compile=True)
+    for _ in range(100):
+        gradients = some_gradients(rng, variables, 10.0 ** rng.uniform(-30, 5))
+        optimizer.apply(tensors(gradients), variables)
+        twin.step([np.float32(g) for g in gradients])
+    for ours, theirs in zip(arrays(variables), twin.weights):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
