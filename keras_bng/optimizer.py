@@ -6,6 +6,7 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
   are summed over replicas, and nothing but the update comes after it.
 - `_backend_update_step` (JAX, torch): the last call that sees all gradients at once.
 - `_get_variable_index`: from what a step is given back to the list given to `build`.
+- `_check_variables_are_known`: Keras's own error, before a step is compiled.
 - `_learning_rate`: whether the rate is a plain Python callable.
 - `_trainable_variables`: to take over the state of an optimizer that was built.
 - `_exclude_from_weight_decay*`: settings that `get_config` leaves out.
@@ -213,6 +214,9 @@ class BlockNormalized:
         steps = self._built_blocks.compiled_steps
         if key not in steps:
             import tensorflow as tf
+
+            # Here, because its message about an unknown one needs eager values.
+            self._check_variables_are_known(variables or ())
 
             use_xla = self.jit_compile is True or bool(
                 tf.config.list_logical_devices("GPU")

