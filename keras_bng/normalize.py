@@ -192,7 +192,17 @@ def _norms(
     # Entries whose squares vanish add up to less than this: one rounding error.
     limit = ops.convert_to_tensor(sizes * _tiny(dtype) / np.finfo(dtype).eps, dtype)
     in_range = ops.logical_and(squares >= limit, ops.isfinite(squares))
-    return ops.cond(ops.all(in_range), lambda: ops.sqrt(squares), careful)
+    return _cond(ops.all(in_range), lambda: ops.sqrt(squares), careful)
+
+
+def _cond(predicate: Any, if_true: Any, if_false: Any) -> Any:
+    """`ops.cond`; JAX called eagerly would compile it anew in each step."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        if not isinstance(predicate, jax.core.Tracer):
+            return if_true() if predicate else if_false()
+    return ops.cond(predicate, if_true, if_false)
 
 
 def _sum_of_squares(x: Any) -> Any:

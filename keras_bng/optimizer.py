@@ -172,7 +172,7 @@ class BlockNormalized:
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Updates the variables; called eagerly on TensorFlow, as one compiled step."""
         if len(grads) == 0 or not self._compiles_eager_steps():
-            return super().apply(grads, trainable_variables)
+            return _unconverted(super().apply)(grads, trainable_variables)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not self.built:
@@ -262,6 +262,15 @@ class BlockNormalized:
                 variable.assign(store[str(i)])
         else:
             super().load_own_variables(store)
+
+
+def _unconverted(function: Any) -> Any:
+    """Spares a `tf.function` around us the translation of our Python by AutoGraph."""
+    if keras.backend.backend() != "tensorflow":
+        return function
+    import tensorflow as tf
+
+    return tf.autograph.experimental.do_not_convert(function)
 
 
 def take_over(source: Any, target: Any) -> None:

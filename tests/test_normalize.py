@@ -86,6 +86,8 @@ def test_float16_gradients_so_small_that_the_factor_overflows_float16():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_dtype_stays(rng, dtype):
+    if dtype == "float64" and keras.backend.backend() == "jax":
+        pytest.skip("JAX has float64 only when asked for at its start")
     w = variable(np.ones(3, "float32"), "a/w")
     g = ops.cast(ops.array([1.0, 2.0, 2.0]), dtype)
     (result,) = normalize([g], [w], partition([w]))
