@@ -5,6 +5,7 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_all_reduce_sum_gradients` (TensorFlow): the gradients it returns are the first that
   are summed over replicas, and nothing but the update comes after it.
 - `_backend_update_step` (JAX, torch): the last call that sees all gradients at once.
+- `_backend_reset_gradient_accumulators`, `_accumulated_gradients` (torch): see there.
 - `_get_variable_index`: from what a step is given back to the list given to `build`.
 - `_check_variables_are_known`: Keras's own error, before a step is compiled.
 - `_learning_rate`: whether the rate is a plain Python callable.
@@ -26,6 +27,11 @@ from keras_bng.blocks import Block, Blocks, BlockSpec, check_spec, partition
 from keras_bng.normalize import check_factor, is_sparse, scale_blocks
 
 PACKAGE = "keras_bng"
+ACCUMULATION_ON_REPLICAS = (
+    "Keras cannot accumulate gradients in a compiled step on more than one replica "
+    "(its own optimizers raise here too). Use a larger batch, call `strategy.run` "
+    "eagerly, or leave out `gradient_accumulation_steps`."
+)
 
 
 class _Built:
@@ -118,6 +124,14 @@ class BlockNormalized:
             name="skipped_blocks",
         )
 
+    def _backend_reset_gradient_accumulators(self) -> None:
+        """torch multiplies them by 0, so that a NaN micro-step would stay for ever."""
+        if keras.backend.backend() != "torch":
+            return super()._backend_reset_gradient_accumulators()
+        for accumulator in self._accumulated_gradients:
+            if accumulator is not None:
+                accumulator.assign(ops.zeros_like(accumulator))
+
     # Where the gradients are normalized.
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
@@ -172,7 +186,12 @@ class BlockNormalized:
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Updates the variables; called eagerly on TensorFlow, as one compiled step."""
         if len(grads) == 0 or not self._compiles_eager_steps():
-            return _unconverted(super().apply)(grads, trainable_variables)
+            try:
+                return _unconverted(super().apply)(grads, trainable_variables)
+            except RuntimeError as error:
+                if self.gradient_accumulation_steps and "merge_call" in str(error):
+                    raise RuntimeError(ACCUMULATION_ON_REPLICAS) from error
+                raise
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not self.built:
@@ -262,6 +281,11 @@ class BlockNormalized:
                 variable.assign(store[str(i)])
         else:
             super().load_own_variables(store)
+
+
+def backend_class(stock: type) -> type:
+    """The class that Keras makes for `stock`: on torch, for some, a faster one."""
+    return type(stock())
 
 
 def _unconverted(function: Any) -> Any:

@@ -13,13 +13,14 @@ from keras_bng.normalize import is_sparse
 from keras_bng.optimizer import (
     PACKAGE,
     BlockNormalized,
+    backend_class,
     live_learning_rate,
     take_over,
 )
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class SGDNG(BlockNormalized, keras.optimizers.SGD):
+class SGDNG(BlockNormalized, backend_class(keras.optimizers.SGD)):
     """SGD with momentum on block-normalized gradients (the paper's SGDMNG).
 
     Takes the arguments of `keras.optimizers.SGD` in their order (here `momentum`
@@ -48,7 +49,7 @@ class SGDNG(BlockNormalized, keras.optimizers.SGD):
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class AdamNG(BlockNormalized, keras.optimizers.Adam):
+class AdamNG(BlockNormalized, backend_class(keras.optimizers.Adam)):
     """Adam on block-normalized gradients.
 
     Takes the arguments of `keras.optimizers.Adam` in their order (here `epsilon`
@@ -78,7 +79,7 @@ class AdamNG(BlockNormalized, keras.optimizers.Adam):
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class AdagradNG(BlockNormalized, keras.optimizers.Adagrad):
+class AdagradNG(BlockNormalized, backend_class(keras.optimizers.Adagrad)):
     """AdaGrad on block-normalized gradients (the paper's AdaGradNG).
 
     Takes the arguments of `keras.optimizers.Adagrad` in their order, then `blocks`,
@@ -98,7 +99,7 @@ class AdagradNG(BlockNormalized, keras.optimizers.Adagrad):
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class RMSpropNG(BlockNormalized, keras.optimizers.RMSprop):
+class RMSpropNG(BlockNormalized, backend_class(keras.optimizers.RMSprop)):
     """RMSprop on block-normalized gradients.
 
     Takes the arguments of `keras.optimizers.RMSprop` in their order, with its
@@ -119,7 +120,8 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         learning_rate: The paper's eta. Defaults to `0.01`.
         delta: Added to the root of the accumulator, above 0. Defaults to `1e-8`.
         blocks, l2, jit_compile: See `keras_bng.BlockNormalized`. `l2 * w` is added to
-            the raw gradient of the step; the accumulator does not see it.
+            both, the raw gradient of the step and the accumulated one: were it only
+            in the step, a weight whose gradient is 0 would be divided by `delta`.
 
     All other arguments are those of every Keras optimizer.
     """
@@ -179,7 +181,7 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
     def _to_base(self, raw: Any, normalized: Any, weight: Any, kept: Any = None) -> Any:
         if kept is not None:
             raw = _zero_unless(kept, raw)
-        return self._with_l2(raw, weight, kept), normalized
+        return tuple(self._with_l2(g, weight, kept) for g in (raw, normalized))
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update step; `gradient` is the pair (raw, normalized)."""
@@ -208,10 +210,10 @@ def _zero_unless(kept: Any, gradient: Any) -> Any:
 
 
 _NORMALIZED_CLASSES: dict[type, type] = {
-    keras.optimizers.SGD: SGDNG,
-    keras.optimizers.Adam: AdamNG,
-    keras.optimizers.Adagrad: AdagradNG,
-    keras.optimizers.RMSprop: RMSpropNG,
+    backend_class(keras.optimizers.SGD): SGDNG,
+    backend_class(keras.optimizers.Adam): AdamNG,
+    backend_class(keras.optimizers.Adagrad): AdagradNG,
+    backend_class(keras.optimizers.RMSprop): RMSpropNG,
 }
 
 

@@ -8,6 +8,17 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 import numpy as np
 import pytest
 
+# Enough devices to see sums over replicas.
+if os.environ["KERAS_BACKEND"] == "tensorflow":
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2,
+    )
+elif os.environ["KERAS_BACKEND"] == "jax":
+    os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
 
 @pytest.fixture
 def rng():

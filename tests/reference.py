@@ -103,10 +103,10 @@ class AdaGradBNG(Method):
         for block in self.blocks:
             norm = block_norm([gradients[i] for i in block])
             for i in block:
-                self.state[i][0] = self.state[i][0] + g[i] ** 2
+                # Not of the paper: L2 as part of both gradients.
+                decay = self.l2 * self.weights[i]
+                self.state[i][0] = self.state[i][0] + (g[i] + decay) ** 2
                 s = np.sqrt(self.state[i][0])
                 tau = self.learning_rate * norm / (self.delta + s)
-                decay = (
-                    self.l2 * self.learning_rate * self.weights[i] / (self.delta + s)
-                )
-                self.weights[i] = self.weights[i] - tau * g[i] - decay
+                step = tau * g[i] + self.learning_rate * decay / (self.delta + s)
+                self.weights[i] = self.weights[i] - step
