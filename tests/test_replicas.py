@@ -34,9 +34,6 @@ CASES = [
 ]
 
 
-LOOP_CASES = [c for c in CASES if "unit" in c.id or "SGDNG" in c.id]
-
-
 @functools.cache
 def two_replicas():
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -128,7 +125,7 @@ def test_fit_on_two_replicas_equals_one_device(rng, name, rule):
     check_equal(fitted(make, data, two_replicas()), fitted(make, data, None))
 
 
-@pytest.mark.parametrize("name, rule", LOOP_CASES)
+@pytest.mark.parametrize("name, rule", CASES)
 def test_a_custom_loop_on_two_replicas_equals_one_device(rng, name, rule):
     make = functools.partial(optimizer, name, rule, l2=0.01)
     data = small_data(rng)
@@ -259,6 +256,13 @@ def test_accumulation_in_a_compiled_step_on_replicas_is_a_clear_error(rng):
         RuntimeError, match="Keras cannot accumulate gradients in a com"
     ):
         fitted(make, small_data(rng), two_replicas())
+
+
+def test_xla_across_cpu_replicas_raises_and_is_off_by_default(rng):
+    make = functools.partial(optimizer, "AdamNG")
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        fitted(make, small_data(rng), two_replicas(), jit_compile=True)
+    assert not fitted(make, small_data(rng), two_replicas()).jit_compile
 
 
 def test_accumulation_on_replicas_works_eagerly(rng):
