@@ -169,7 +169,7 @@ def test_plain_sgd_updates_a_million_rows_at_the_cost_of_those_touched(rng):
     small, large = (
         np.median([seconds(n) for _ in range(3)]) for n in (10_000, 1_000_000)
     )
-    assert large < 3 * small  # dense, it would be 100 times
+    assert large < 10 * small  # dense, it would be 100 times
 
 
 def test_plain_sgd_gets_a_sparse_gradient_from_an_embedding(rng):
