@@ -23,7 +23,7 @@ import keras
 from keras import ops
 
 from keras_bng import rules
-from keras_bng.blocks import Block, Blocks, BlockSpec, check_spec, partition
+from keras_bng.blocks import Block, BlockSpec, check_spec, partition
 from keras_bng.normalize import check_factor, is_sparse, scale_blocks
 
 PACKAGE = "keras_bng"
@@ -38,9 +38,11 @@ class _Built:
     """What `build` found. A plain object, because Keras takes the variables in any
     list, tuple or dict that an optimizer holds for the optimizer's own state."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: tuple[Block, ...], index_of: Any) -> None:
         self.blocks = blocks
-        self.block_of = {i: b for b, p in enumerate(blocks.positions) for i in p}
+        self.block_of = {
+            index_of(v): i for i, block in enumerate(blocks) for v in block.variables
+        }
         self.compiled_steps: dict[Any, Any] = {}
 
 
@@ -116,7 +118,7 @@ class BlockNormalized:
             ones = ops.ones((len(blocks),))
             check_factor(self.rule(ones, ones), len(blocks))
         super().build(variables)
-        self._built_blocks = _Built(blocks)
+        self._built_blocks = _Built(blocks, self._get_variable_index)
         self._skipped_blocks = self.add_variable(
             shape=(),
             dtype="int",

@@ -283,6 +283,14 @@ def test_apply_on_a_subset_of_the_variables(rng):
         np.testing.assert_allclose(moved[i], expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_variable_listed_twice_at_build_is_normalized():
+    w = variable([0.0], "a/w")
+    optimizer = SGDNG(1.0, momentum=0.0)
+    optimizer.build([w, w])
+    optimizer.apply(tensors([[5.0]]), [w])
+    assert arrays([w])[0] == [-1.0]
+
+
 def test_unknown_variables_get_kerass_error(rng):
     variables = some_variables(rng)
     optimizer = SGDNG()

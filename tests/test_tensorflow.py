@@ -332,6 +332,15 @@ def test_rule_none_leaves_sparse_gradients_as_stock_keras_has_them(rng):
     np.testing.assert_array_equal(*arrays([one, two]))
 
 
+def test_an_optimizer_can_be_built_by_its_first_step_in_a_function(rng):
+    w = [variable([3.0, 4.0], "a/kernel"), variable([1.0], "a/bias")]
+    optimizer = SGDNG(1.0, momentum=0.5)
+    step = tf.function(lambda a, b: optimizer.apply([a, b], w))
+    for _ in range(2):
+        step(*tensors([[0.0, 3.0], [4.0]]))
+    np.testing.assert_allclose(arrays(w)[0], [3.0, 4.0 - 0.6 * 2.5], rtol=1e-6)
+
+
 def test_tf_variables_work_in_a_custom_loop(rng):
     w = [tf.Variable([3.0, 4.0], name="a/kernel"), tf.Variable([1.0], name="a/bias")]
     optimizer = SGDNG(1.0, momentum=0.0)
