@@ -141,7 +141,7 @@ def check_factor(factor: Any, count: int) -> Any:
 def _times(gradient: Any, number: Any) -> Any:
     """`gradient * number` in the number's precision; 0 where the number is 0."""
     if is_sparse(gradient):
-        return _with_values(gradient, _times(gradient.values, number))
+        return with_values(gradient, _times(gradient.values, number))
     product = ops.cast(gradient, number.dtype) * number
     # NaN times 0 is NaN: a dropped block needs `where`.
     product = ops.where(ops.equal(number, 0), ops.zeros_like(product), product)
@@ -229,7 +229,8 @@ def _entries(tensor: Any) -> Any:
     return tensor.values if is_sparse(tensor) else ops.convert_to_tensor(tensor)
 
 
-def _with_values(sparse: Any, values: Any, indices: Any = None) -> Any:
+def with_values(sparse: Any, values: Any, indices: Any = None) -> Any:
+    """The same `IndexedSlices` with other values."""
     indices = sparse.indices if indices is None else indices
     return type(sparse)(values, indices, sparse.dense_shape)
 
@@ -256,7 +257,7 @@ def _as_tensor(gradient: Any) -> Any:
     )
     first = ops.segment_max(indices, row, num_segments=count)
     left_over = ops.arange(count) > ops.sum(is_new)
-    return _with_values(
+    return with_values(
         gradient, values, ops.where(left_over, ops.max(indices, initial=0), first)
     )
 

@@ -9,7 +9,7 @@ from keras import ops
 
 from keras_bng import rules
 from keras_bng.blocks import BlockSpec
-from keras_bng.normalize import is_sparse
+from keras_bng.normalize import is_sparse, with_values
 from keras_bng.optimizer import (
     PACKAGE,
     BlockNormalized,
@@ -204,8 +204,7 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
 
 def _zero_unless(kept: Any, gradient: Any) -> Any:
     if is_sparse(gradient):
-        values = _zero_unless(kept, gradient.values)
-        return type(gradient)(values, gradient.indices, gradient.dense_shape)
+        return with_values(gradient, _zero_unless(kept, gradient.values))
     return ops.where(kept, gradient, ops.zeros_like(gradient))
 
 

@@ -4,6 +4,7 @@ import contextlib
 
 import keras
 import numpy as np
+import pytest
 from keras import ops
 
 import keras_bng
@@ -84,3 +85,15 @@ def compiled(model, optimizer, **kwargs):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss, **kwargs)
     return model
+
+
+MODES = pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+
+
+def call(mode, function, *args):
+    """Calls a function on TensorFlow eagerly, in a graph, or compiled by XLA."""
+    if mode == "eager":
+        return function(*args)
+    import tensorflow as tf
+
+    return tf.function(function, jit_compile=mode == "xla")(*args)
