@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 import sys
 
+import keras
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
@@ -12,6 +13,7 @@ sys.path.insert(0, str(EXAMPLES))
 mnist_mlp = pytest.importorskip("mnist_mlp")
 
 
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="TensorFlow only")
 def test_adam_ng_learns_where_adam_is_stuck(capsys):
     rows = mnist_mlp.main(["--data", "sample", "--epochs", "60"])
     accuracy = {name: history["val_accuracy"][-1] for name, _, history in rows}
