@@ -238,7 +238,7 @@ def test_mixed_precision_learns(rng, make, policy):
 
 
 @pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras before 3.13"
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has none"
 )
 def test_multi_optimizer_gives_each_part_its_own(rng):
     model = small_model()

@@ -12,10 +12,10 @@ from keras_bng import SGDNG
 SGD = keras.optimizers.SGD
 
 
-def recorded(rng, **options):
+def recorded():
     """The private calls of one step of the stock optimizer, in order."""
     order = []
-    optimizer = SGD(0.1, weight_decay=0.1, clipnorm=1.0, **options)
+    optimizer = SGD(0.1, weight_decay=0.1, clipnorm=1.0)
     for name in (
         "_backend_apply_gradients",
         "_clip_gradients",
@@ -32,14 +32,14 @@ def recorded(rng, **options):
                 return original(*args, **kwargs)
 
             setattr(optimizer, name, spy)
-    w = variable([1.0, 2.0], "a/w", **{})
+    w = variable([1.0, 2.0], "a/w")
     optimizer.apply(tensors([[1.0, 1.0]]), [w])
     return order
 
 
-def test_keras_calls_its_hooks_in_the_order_that_we_rely_on(rng):
+def test_keras_calls_its_hooks_in_the_order_that_we_rely_on():
     on_tensorflow = keras.backend.backend() == "tensorflow"
-    assert recorded(rng) == [
+    assert recorded() == [
         "_backend_apply_gradients",
         "_clip_gradients",
         "_apply_weight_decay",
