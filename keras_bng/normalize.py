@@ -6,7 +6,6 @@ gets, and the multiplication.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,16 +15,15 @@ from keras import ops
 
 from keras_bng import rules
 from keras_bng.blocks import Block, Blocks
+from keras_bng.norms import block_norms, tiny, under_xla
 
-# One float32 accumulator over more terms than this may lose digits (under XLA).
-LONG_SUM = 2**14
+WINDOW = 256
 
 
-class Scaled(NamedTuple):
-    """What one step did to each block; vectors have one entry a block."""
+class Factors(NamedTuple):
+    """What one step found out about each block; vectors have one entry a block."""
 
-    gradients: list[Any]
-    raw: list[Any]  # as they came in, repeated sparse rows summed
+    raw: list[Any]  # the gradients as they came in, repeated sparse rows summed
     gradient_norm: Any
     weight_norm: Any  # None if the rule does not read it
     factor: Any
@@ -71,7 +69,13 @@ def normalize(
         )
     if rule is None or not blocks:
         return list(gradients)
-    return scale_blocks(gradients, weights, _members(weights, blocks), rule).gradients
+    members = _members(weights, blocks)
+    found = block_factors(gradients, weights, members, rule)
+    scaled = list(found.raw)
+    for block, factor in zip(members, one_by_one(found.factor)):
+        for i in block:
+            scaled[i] = times(scaled[i], factor)
+    return scaled
 
 
 def _members(weights: Sequence[Any], blocks: Sequence[Block]) -> list[list[int]]:
@@ -90,34 +94,31 @@ def _members(weights: Sequence[Any], blocks: Sequence[Block]) -> list[list[int]]
     )
 
 
-def scale_blocks(
+def block_factors(
     gradients: Sequence[Any],
     weights: Sequence[Any],
     members: Sequence[Sequence[int]],
     rule: Any,
-) -> Scaled:
-    """`normalize` for blocks given by position, with all that it found out."""
+) -> Factors:
+    """The factor of each block, with blocks given by position in `gradients`."""
     raw = [_as_tensor(g) for g in gradients]
     members = [[i for i in block if raw[i] is not None] for block in members]
     dtype = _norm_dtype(raw)
-    gradient_norm = _norms(raw, weights, members, dtype)
+    entries = [None if g is None else _entries(g) for g in raw]
+    gradient_norm = block_norms(entries, members, dtype)
     weight_norm = None
     if getattr(rule, "uses_weights", True):
-        weight_norm = _norms(weights, weights, members, dtype)
+        entries = [_entries(w) for w in weights]
+        weight_norm = block_norms(entries, members, dtype)
 
     finite = ops.isfinite(gradient_norm)
-    usable = ops.logical_and(finite, gradient_norm >= _tiny(dtype))
+    usable = ops.logical_and(finite, gradient_norm >= tiny(dtype))
     ones = ops.ones_like(gradient_norm)
     factor = rule(ops.where(usable, gradient_norm, ones), weight_norm)
     factor = ops.cast(check_factor(factor, len(members)), dtype)
     kept = ops.logical_and(finite, ops.isfinite(factor))
     factor = ops.where(ops.logical_and(usable, kept), factor, ops.zeros_like(factor))
-
-    scaled = list(raw)
-    for block, number in zip(members, ops.unstack(factor, len(members))):
-        for i in block:
-            scaled[i] = _times(raw[i], number)
-    return Scaled(scaled, raw, gradient_norm, weight_norm, factor, kept)
+    return Factors(raw, gradient_norm, weight_norm, factor, kept)
 
 
 def check_factor(factor: Any, count: int) -> Any:
@@ -138,86 +139,48 @@ def check_factor(factor: Any, count: int) -> Any:
     return factor
 
 
-def _times(gradient: Any, number: Any) -> Any:
-    """`gradient * number` in the number's precision; 0 where the number is 0."""
+def one_by_one(vector: Any) -> list[Any]:
+    """The numbers in a vector, each a tensor of its own."""
+    count = vector.shape[0]
+    if not _compiled_for_cpu():
+        return ops.unstack(vector, count)
+    # XLA compiles a kernel once for all variables of one shape, but not if it takes
+    # another entry of a vector each time. With a constant mask it does not.
+    masks = np.eye(WINDOW, dtype=bool)
+    padded = ops.pad(vector, [[0, -count % WINDOW]])
+    windows = ops.unstack(ops.reshape(padded, (-1, WINDOW)))
+    zeros = ops.zeros((WINDOW,), vector.dtype)
+    return [
+        ops.sum(ops.where(masks[i % WINDOW], windows[i // WINDOW], zeros))
+        for i in range(count)
+    ]
+
+
+def _compiled_for_cpu() -> bool:
+    if keras.backend.backend() != "tensorflow" or not under_xla():
+        return False
+    import tensorflow as tf
+
+    return not tf.config.list_logical_devices("GPU")
+
+
+def times(gradient: Any, factor: Any) -> Any:
+    """`gradient * factor` in the factor's precision; 0 where the factor is 0."""
+    if gradient is None:
+        return None
     if is_sparse(gradient):
-        return with_values(gradient, _times(gradient.values, number))
-    product = ops.cast(gradient, number.dtype) * number
-    # NaN times 0 is NaN: a dropped block needs `where`.
-    product = ops.where(ops.equal(number, 0), ops.zeros_like(product), product)
-    return ops.cast(product, gradient.dtype)
+        return with_values(gradient, times(gradient.values, factor))
+    dtype = gradient.dtype
+    gradient = ops.cast(gradient, factor.dtype)
+    # NaN times 0 is NaN, and a dropped block must be 0.
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
 
-
-def _norms(
-    tensors: Sequence[Any],
-    weights: Sequence[Any],
-    members: Sequence[Sequence[int]],
-    dtype: str,
-) -> Any:
-    """The Euclidean norm of each block, right from the smallest to the largest float.
-
-    Squares of 1e-25 are 0 in float32, and squares of 1e25 are infinite. Only if a sum
-    of squares says that this may have happened is it taken again, scaled by the
-    block's largest entry.
-    """
-    entries, owner = [], []
-    sizes = np.zeros(len(members))
-    for block, positions in enumerate(members):
-        for i in positions:
-            sizes[block] += math.prod(weights[i].shape)
-            if math.prod(weights[i].shape):
-                entries.append(ops.cast(_entries(tensors[i]), dtype))
-                owner.append(block)
-    if not entries:
-        return ops.zeros((len(members),), dtype=dtype)
-    segments = np.array(owner, "int32")
-
-    def sums(values: Sequence[Any]) -> Any:
-        return ops.segment_sum(ops.stack(values), segments, num_segments=len(members))
-
-    def careful() -> Any:
-        largest = ops.segment_max(
-            ops.stack([ops.max(ops.abs(x), initial=0) for x in entries]),
-            segments,
-            num_segments=len(members),
-        )
-        usable = ops.logical_and(ops.isfinite(largest), largest >= _tiny(dtype))
-        scale = ops.where(usable, largest, ops.ones_like(largest))
-        by_block = ops.unstack(scale, len(members))
-        return scale * ops.sqrt(
-            sums([_sum_of_squares(x / by_block[b]) for x, b in zip(entries, owner)])
-        )
-
-    squares = sums([_sum_of_squares(x) for x in entries])
-    # Entries whose squares vanish add up to less than this: one rounding error.
-    limit = ops.convert_to_tensor(sizes * _tiny(dtype) / np.finfo(dtype).eps, dtype)
-    in_range = ops.logical_and(squares >= limit, ops.isfinite(squares))
-    return _cond(ops.all(in_range), lambda: ops.sqrt(squares), careful)
-
-
-def _cond(predicate: Any, if_true: Any, if_false: Any) -> Any:
-    """`ops.cond`; JAX called eagerly would compile it anew in each step."""
-    if keras.backend.backend() == "jax":
-        import jax
-
-        if not isinstance(predicate, jax.core.Tracer):
-            return if_true() if predicate else if_false()
-    return ops.cond(predicate, if_true, if_false)
-
-
-def _sum_of_squares(x: Any) -> Any:
-    """Long sums in two stages; XLA would merge them but for the square root between."""
-    if None in x.shape:  # sparse rows, whose number is not known
-        return ops.sum(ops.square(ops.sqrt(ops.sum(ops.square(x), axis=-1))))
-    count = math.prod(x.shape)
-    if count <= LONG_SUM:
-        return ops.sum(ops.square(x))
-    width = math.isqrt(count)
-    flat = ops.reshape(x, (-1,))
-    rows = ops.reshape(flat[: count // width * width], (-1, width))
-    row_norms = ops.sqrt(ops.sum(ops.square(rows), axis=1))
-    rest = ops.square(flat[count // width * width :])
-    return ops.sum(ops.square(row_norms)) + ops.sum(rest)
+        product = tf.math.multiply_no_nan(gradient, factor)
+    else:
+        product = gradient * factor
+        product = ops.where(ops.equal(factor, 0), ops.zeros_like(product), product)
+    return ops.cast(product, dtype)
 
 
 def is_sparse(gradient: Any) -> bool:
@@ -226,6 +189,8 @@ def is_sparse(gradient: Any) -> bool:
 
 
 def _entries(tensor: Any) -> Any:
+    if isinstance(tensor, keras.Variable):
+        tensor = tensor.value
     return tensor.values if is_sparse(tensor) else ops.convert_to_tensor(tensor)
 
 
@@ -267,8 +232,3 @@ def _norm_dtype(tensors: Sequence[Any]) -> str:
         keras.backend.standardize_dtype(t.dtype) for t in tensors if t is not None
     }
     return "float64" if "float64" in dtypes else "float32"
-
-
-def _tiny(dtype: str) -> float:
-    """The smallest number with full precision; hardware may flush smaller ones to 0."""
-    return float(np.finfo(dtype).tiny)

@@ -24,7 +24,13 @@ from keras import ops
 
 from keras_bng import rules
 from keras_bng.blocks import Block, BlockSpec, check_spec, partition
-from keras_bng.normalize import check_factor, is_sparse, scale_blocks
+from keras_bng.normalize import (
+    block_factors,
+    check_factor,
+    is_sparse,
+    one_by_one,
+    times,
+)
 
 PACKAGE = "keras_bng"
 ACCUMULATION_ON_REPLICAS = (
@@ -160,20 +166,27 @@ class BlockNormalized:
             if block is not None:
                 members[block].append(i)
         if not any(members):
-            return [self._to_base(g, g, w) for g, w in zip(gradients, variables)]
+            return [self._to_base(g, w) for g, w in zip(gradients, variables)]
 
-        scaled = scale_blocks(gradients, variables, members, self.rule)
-        dropped = ops.sum(ops.cast(ops.logical_not(scaled.kept), "int32"))
+        found = block_factors(gradients, variables, members, self.rule)
+        dropped = ops.sum(ops.cast(ops.logical_not(found.kept), "int32"))
         self._skipped_blocks.assign_add(ops.cast(dropped, self._skipped_blocks.dtype))
-        kept = ops.unstack(scaled.kept, len(members))
+        factors = one_by_one(found.factor)
+        kept = ops.unstack(found.kept, len(members))
         return [
-            self._to_base(raw, g, w, None if b is None else kept[b])
-            for raw, g, w, b in zip(scaled.raw, scaled.gradients, variables, owners)
+            self._to_base(g, w)
+            if block is None
+            else self._to_base(g, w, factors[block], kept[block])
+            for g, w, block in zip(found.raw, variables, owners)
         ]
 
-    def _to_base(self, raw: Any, normalized: Any, weight: Any, kept: Any = None) -> Any:
+    def _to_base(
+        self, gradient: Any, weight: Any, factor: Any = None, kept: Any = None
+    ) -> Any:
         """What the base optimizer's `update_step` gets as the gradient."""
-        return self._with_l2(normalized, weight, kept)
+        if factor is not None:
+            gradient = times(gradient, factor)
+        return self._with_l2(gradient, weight, kept)
 
     def _with_l2(self, gradient: Any, weight: Any, kept: Any = None) -> Any:
         if not self.l2 or gradient is None:

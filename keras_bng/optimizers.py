@@ -178,10 +178,12 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         super().build(variables)
         self._accumulators = self.add_optimizer_variables(variables, "accumulator")
 
-    def _to_base(self, raw: Any, normalized: Any, weight: Any, kept: Any = None) -> Any:
-        if kept is not None:
-            raw = _zero_unless(kept, raw)
-        return tuple(self._with_l2(g, weight, kept) for g in (raw, normalized))
+    def _to_base(
+        self, gradient: Any, weight: Any, factor: Any = None, kept: Any = None
+    ) -> Any:
+        normalized = super()._to_base(gradient, weight, factor, kept)
+        raw = gradient if kept is None else _zero_unless(kept, gradient)
+        return self._with_l2(raw, weight, kept), normalized
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update step; `gradient` is the pair (raw, normalized)."""

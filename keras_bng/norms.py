@@ -1,0 +1,195 @@
+"""The Euclidean norm of each block: one pass over the gradients, right at any size.
+
+Squares of 1e-25 are 0 in float32, and squares of 1e25 are infinite. TensorFlow under XLA
+adds them up in float64, which costs it little. Elsewhere the sums are in float32, and
+only if one of them is out of range are they taken again, with more care.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+# Tensors of equal shape up to this size are stacked: one sum does for all of them.
+SMALL = 2**12
+# XLA on a CPU sums columns fast, and on all cores if there are this many.
+COLUMNS = 2**17
+# One float32 accumulator over more terms than this may lose digits (under XLA).
+LONG_SUM = 2**14
+
+
+def block_norms(
+    tensors: Sequence[Any], members: Sequence[Sequence[int]], dtype: str
+) -> Any:
+    """A vector with the norm of each block, `members` being positions in `tensors`."""
+    rows = _Rows(tensors, members)
+    if not rows.owner.size:
+        return ops.zeros((len(members),), dtype=dtype)
+    if keras.backend.backend() == "tensorflow":
+        return _tensorflow_norms(rows, dtype)
+    return _norms_without_float64(rows, dtype)
+
+
+class _Rows:
+    """The tensors of all blocks: small ones in stacks of shape (k, n), others alone."""
+
+    def __init__(
+        self, tensors: Sequence[Any], members: Sequence[Sequence[int]]
+    ) -> None:
+        owner = {i: block for block, positions in enumerate(members) for i in positions}
+        alike: dict[Any, list[int]] = {}
+        alone: list[int] = []
+        self.sizes = np.zeros(len(members))
+        for i, block in owner.items():
+            shape = tuple(tensors[i].shape)
+            size = math.inf if None in shape else math.prod(shape)
+            if size > SMALL:
+                alone.append(i)
+            elif size:
+                alike.setdefault((shape, tensors[i].dtype), []).append(i)
+            self.sizes[block] += min(size, 2**31)
+        self.stacks = [
+            ops.reshape(ops.stack([tensors[i] for i in group]), (len(group), -1))
+            for group in alike.values()
+        ]
+        self.singles = [tensors[i] for i in alone]
+        order = [i for group in alike.values() for i in group] + alone
+        self.owner = np.array([owner[i] for i in order], "int32")
+
+    def by_block(self, parts: list[Any], combine: Any = ops.segment_sum) -> Any:
+        """From a vector for each stack, then one for all singles, to one a block."""
+        return combine(ops.concatenate(parts), self.owner, num_segments=len(self.sizes))
+
+    def in_range(self, sums_of_squares: Any) -> Any:
+        """Whether no square in these sums, one a block, has over- or underflowed."""
+        dtype = keras.backend.standardize_dtype(sums_of_squares.dtype)
+        # Entries whose squares vanish add up to less than this: one rounding error.
+        limit = self.sizes * tiny(dtype) / np.finfo(dtype).eps
+        limit = ops.convert_to_tensor(limit, dtype)
+        finite = ops.isfinite(sums_of_squares)
+        return ops.all(ops.logical_and(finite, sums_of_squares >= limit))
+
+
+def tiny(dtype: str) -> float:
+    """The smallest number with full precision; hardware may flush smaller ones to 0."""
+    return float(np.finfo(dtype).tiny)
+
+
+# TensorFlow.
+
+
+def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
+    import tensorflow as tf
+
+    # Of all that TensorFlow has, `l2_loss` is the fastest on large tensors; not in XLA.
+    half_sum = _half_sum_by_columns if under_xla() else tf.nn.l2_loss
+
+    def squares(dtype: str, stacks: list[Any], singles: list[Any]) -> Any:
+        parts = [tf.reduce_sum(tf.square(tf.cast(x, dtype)), 1) for x in stacks]
+        if singles:
+            parts.append(2 * tf.stack([half_sum(tf.cast(x, dtype)) for x in singles]))
+        return rows.by_block(parts)
+
+    def careful(stacks: list[Any], singles: list[Any]) -> Any:
+        return tf.cast(tf.sqrt(squares("float64", stacks, singles)), dtype)
+
+    if under_xla() or dtype == "float64":
+        return careful(rows.stacks, rows.singles)
+    sums = squares(dtype, rows.stacks, rows.singles)
+    if tf.executing_eagerly():
+        in_range = bool(rows.in_range(sums))
+        return tf.sqrt(sums) if in_range else careful(rows.stacks, rows.singles)
+
+    # `tf.cond` would be merged into the graph around it: slower in every step.
+    inputs = [sums, rows.stacks, rows.singles]
+    then_branch = tf.function(lambda sums, stacks, singles: tf.sqrt(sums))
+    else_branch = tf.function(lambda sums, stacks, singles: careful(stacks, singles))
+    (norms,) = tf.raw_ops.StatelessIf(
+        cond=rows.in_range(sums),
+        input=tf.nest.flatten(inputs),
+        Tout=[dtype],
+        then_branch=then_branch.get_concrete_function(*inputs),
+        else_branch=else_branch.get_concrete_function(*inputs),
+        output_shapes=[sums.shape],
+    )
+    return norms
+
+
+def _half_sum_by_columns(x: Any) -> Any:
+    """`l2_loss` as XLA does it fastest on a CPU."""
+    count = math.prod(x.shape)
+    width = COLUMNS if count >= 4 * COLUMNS else 128
+    flat = ops.reshape(x, (-1,))
+    whole = count // width * width
+    columns = ops.sum(ops.square(ops.reshape(flat[:whole], (-1, width))), axis=0)
+    total = ops.sum(ops.abs(columns))  # but for `abs` XLA would merge the two sums
+    return (total + ops.sum(ops.square(flat[whole:]))) / 2
+
+
+def under_xla() -> bool:
+    """Whether TensorFlow is tracing a function that XLA will compile."""
+    import tensorflow as tf
+
+    return not tf.executing_eagerly() and bool(
+        tf.__internal__.get_enclosing_xla_context()
+    )
+
+
+# JAX and torch, where there may be no float64.
+
+
+def _norms_without_float64(rows: _Rows, dtype: str) -> Any:
+    stacks = [ops.cast(x, dtype) for x in rows.stacks]
+    singles = [ops.cast(x, dtype) for x in rows.singles]
+
+    def squares(stacks: list[Any], singles: list[Any]) -> Any:
+        parts = [ops.sum(ops.square(x), axis=1) for x in stacks]
+        if singles:
+            parts.append(ops.stack([_sum_of_squares(x) for x in singles]))
+        return rows.by_block(parts)
+
+    def careful() -> Any:
+        """Each block divided by its largest entry before it is squared."""
+        parts = [ops.max(ops.abs(x), axis=1) for x in stacks]
+        if singles:
+            parts.append(ops.stack([ops.max(ops.abs(x)) for x in singles]))
+        largest = rows.by_block(parts, ops.segment_max)
+        usable = ops.logical_and(ops.isfinite(largest), largest >= tiny(dtype))
+        scale = ops.where(usable, largest, ops.ones_like(largest))
+        by_row = ops.take(scale, rows.owner)
+        ends = np.cumsum([len(x) for x in stacks] + [1] * len(singles))
+        *scales, _ = ops.split(by_row, ends) 
+        scaled = [x / ops.reshape(s, (-1, 1)) for x, s in zip(stacks, scales)]
+        alone = [x / s[0] for x, s in zip(singles, scales[len(stacks) :])]
+        return scale * ops.sqrt(squares(scaled, alone))
+
+    sums = squares(stacks, singles)
+    return _cond(rows.in_range(sums), lambda: ops.sqrt(sums), careful)
+
+
+def _sum_of_squares(x: Any) -> Any:
+    """Long sums in two stages; XLA would merge them but for the square root between."""
+    count = math.prod(x.shape)
+    if count <= LONG_SUM:
+        return ops.sum(ops.square(x))
+    width = math.isqrt(count)
+    flat = ops.reshape(x, (-1,))
+    rows = ops.reshape(flat[: count // width * width], (-1, width))
+    row_norms = ops.sqrt(ops.sum(ops.square(rows), axis=1))
+    rest = ops.square(flat[count // width * width :])
+    return ops.sum(ops.square(row_norms)) + ops.sum(rest)
+
+
+def _cond(predicate: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+    """`ops.cond`; JAX called eagerly would compile it anew in each step."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        if not isinstance(predicate, jax.core.Tracer):
+            return if_true() if predicate else if_false()
+    return ops.cond(predicate, if_true, if_false)
