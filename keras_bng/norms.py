@@ -17,8 +17,7 @@ from keras import ops
 
 # Tensors of equal shape up to this size are stacked: one sum does for all of them.
 SMALL = 2**12
-# XLA on a CPU sums columns fast, and on all cores if there are this many.
-COLUMNS = 2**17
+COLUMNS = 2**12
 # One float32 accumulator over more terms than this may lose digits (under XLA).
 LONG_SUM = 2**14
 
@@ -86,13 +85,12 @@ def tiny(dtype: str) -> float:
 def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
     import tensorflow as tf
 
-    # Of all that TensorFlow has, `l2_loss` is the fastest on large tensors; not in XLA.
-    half_sum = _half_sum_by_columns if under_xla() else tf.nn.l2_loss
-
     def squares(dtype: str, stacks: list[Any], singles: list[Any]) -> Any:
         parts = [tf.reduce_sum(tf.square(tf.cast(x, dtype)), 1) for x in stacks]
-        if singles:
-            parts.append(2 * tf.stack([half_sum(tf.cast(x, dtype)) for x in singles]))
+        if singles and under_xla():
+            parts.append(_sums_by_columns([tf.cast(x, dtype) for x in singles]))
+        elif singles:  # of all that there is, `l2_loss` is the fastest
+            parts.append(2 * tf.stack([tf.nn.l2_loss(tf.cast(x, dtype)) for x in singles]))
         return rows.by_block(parts)
 
     def careful(stacks: list[Any], singles: list[Any]) -> Any:
@@ -120,15 +118,36 @@ def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
     return norms
 
 
-def _half_sum_by_columns(x: Any) -> Any:
-    """`l2_loss` as XLA does it fastest on a CPU."""
-    count = math.prod(x.shape)
-    width = COLUMNS if count >= 4 * COLUMNS else 128
-    flat = ops.reshape(x, (-1,))
-    whole = count // width * width
-    columns = ops.sum(ops.square(ops.reshape(flat[:whole], (-1, width))), axis=0)
-    total = ops.sum(ops.abs(columns))  # but for `abs` XLA would merge the two sums
-    return (total + ops.sum(ops.square(flat[whole:]))) / 2
+def _sums_by_columns(tensors: list[Any]) -> Any:
+    """Sums of squares as XLA makes them fastest on a CPU.
+
+    It uses vectors and all cores to add up to 32 rows; more rows, or the entries of a
+    row, it adds up with several kernels and copies. But for `abs` it would merge the
+    steps.
+    """
+    import tensorflow as tf
+
+    groups: dict[int, list[int]] = {}
+    columns = []
+    for i, x in enumerate(tensors):
+        x = _sum_of_rows(tf.square(tf.reshape(x, (-1,))))
+        if x.shape[0] > COLUMNS:
+            x = tf.reduce_sum(tf.abs(x), keepdims=True)
+        columns.append(x)
+        groups.setdefault(x.shape[0], []).append(i)
+    parts = []
+    for group in groups.values():
+        parts.append(tf.reduce_sum(tf.abs(tf.stack([columns[i] for i in group])), 1))
+    order = np.argsort([i for group in groups.values() for i in group])
+    return tf.gather(tf.concat(parts, 0), order)
+
+
+def _sum_of_rows(x: Any) -> Any:
+    import tensorflow as tf
+
+    rest = x.shape[0] % 32
+    sums = tf.reduce_sum(tf.reshape(x[rest:], (32, -1)), 0)
+    return tf.concat([sums, x[:rest]], 0) if rest else sums
 
 
 def under_xla() -> bool:
