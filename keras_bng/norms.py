@@ -1,8 +1,8 @@
 """The Euclidean norm of each block: one pass over the gradients, right at any size.
 
-Squares of 1e-25 are 0 in float32, and squares of 1e25 are infinite. TensorFlow under XLA
-adds them up in float64, which costs it little. Elsewhere the sums are in float32, and
-only if one of them is out of range are they taken again, with more care.
+Squares of 1e-25 are 0 in float32, and squares of 1e25 are infinite. TensorFlow adds
+them up in float64 where XLA compiles the step. Elsewhere that would cost a copy: sums
+are in float32, and only if one is out of range are they taken again, with more care.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from keras import ops
 
 # Tensors of equal shape up to this size are stacked: one sum does for all of them.
 SMALL = 2**12
-COLUMNS = 2**12
-# One float32 accumulator over more terms than this may lose digits (under XLA).
-LONG_SUM = 2**14
 
 
 def block_norms(
@@ -88,9 +85,11 @@ def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
     def squares(dtype: str, stacks: list[Any], singles: list[Any]) -> Any:
         parts = [tf.reduce_sum(tf.square(tf.cast(x, dtype)), 1) for x in stacks]
         if singles and under_xla():
-            parts.append(_sums_by_columns([tf.cast(x, dtype) for x in singles]))
+            parts.append(_sums_for_xla([tf.cast(x, dtype) for x in singles]))
         elif singles:  # of all that there is, `l2_loss` is the fastest
-            parts.append(2 * tf.stack([tf.nn.l2_loss(tf.cast(x, dtype)) for x in singles]))
+            parts.append(
+                2 * tf.stack([tf.nn.l2_loss(tf.cast(x, dtype)) for x in singles])
+            )
         return rows.by_block(parts)
 
     def careful(stacks: list[Any], singles: list[Any]) -> Any:
@@ -118,31 +117,29 @@ def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
     return norms
 
 
-def _sums_by_columns(tensors: list[Any]) -> Any:
-    """Sums of squares as XLA makes them fastest on a CPU.
+def _sums_for_xla(tensors: list[Any]) -> Any:
+    """The sum of squares of each tensor, as XLA adds up fastest on a CPU.
 
-    It uses vectors and all cores to add up to 32 rows; more rows, or the entries of a
-    row, it adds up with several kernels and copies. But for `abs` it would merge the
-    steps.
+    It adds up to 32 rows with vectors, on all cores; more rows, or what is in a row,
+    with several kernels and a copy. But for `abs` it would merge the steps again.
     """
     import tensorflow as tf
 
-    groups: dict[int, list[int]] = {}
-    columns = []
+    alike: dict[int, list[Any]] = {}
     for i, x in enumerate(tensors):
-        x = _sum_of_rows(tf.square(tf.reshape(x, (-1,))))
-        if x.shape[0] > COLUMNS:
-            x = tf.reduce_sum(tf.abs(x), keepdims=True)
-        columns.append(x)
-        groups.setdefault(x.shape[0], []).append(i)
-    parts = []
-    for group in groups.values():
-        parts.append(tf.reduce_sum(tf.abs(tf.stack([columns[i] for i in group])), 1))
-    order = np.argsort([i for group in groups.values() for i in group])
-    return tf.gather(tf.concat(parts, 0), order)
+        columns = _sum_of_32_rows(tf.square(tf.reshape(x, (-1,))))
+        if columns.shape[0] > SMALL:
+            columns = tf.reduce_sum(tf.abs(columns), keepdims=True)
+        alike.setdefault(columns.shape[0], []).append((i, columns))
+    order = [i for group in alike.values() for i, _ in group]
+    sums = [
+        tf.reduce_sum(tf.abs(tf.stack([columns for _, columns in group])), 1)
+        for group in alike.values()
+    ]
+    return tf.gather(tf.concat(sums, 0), np.argsort(order))
 
 
-def _sum_of_rows(x: Any) -> Any:
+def _sum_of_32_rows(x: Any) -> Any:
     import tensorflow as tf
 
     rest = x.shape[0] % 32
@@ -169,7 +166,7 @@ def _norms_without_float64(rows: _Rows, dtype: str) -> Any:
     def squares(stacks: list[Any], singles: list[Any]) -> Any:
         parts = [ops.sum(ops.square(x), axis=1) for x in stacks]
         if singles:
-            parts.append(ops.stack([_sum_of_squares(x) for x in singles]))
+            parts.append(ops.stack([ops.sum(ops.square(x)) for x in singles]))
         return rows.by_block(parts)
 
     def careful() -> Any:
@@ -182,7 +179,7 @@ def _norms_without_float64(rows: _Rows, dtype: str) -> Any:
         scale = ops.where(usable, largest, ops.ones_like(largest))
         by_row = ops.take(scale, rows.owner)
         ends = np.cumsum([len(x) for x in stacks] + [1] * len(singles))
-        *scales, _ = ops.split(by_row, ends) 
+        *scales, _ = ops.split(by_row, ends)
         scaled = [x / ops.reshape(s, (-1, 1)) for x, s in zip(stacks, scales)]
         alone = [x / s[0] for x, s in zip(singles, scales[len(stacks) :])]
         return scale * ops.sqrt(squares(scaled, alone))
@@ -191,20 +188,9 @@ def _norms_without_float64(rows: _Rows, dtype: str) -> Any:
     return _cond(rows.in_range(sums), lambda: ops.sqrt(sums), careful)
 
 
-def _sum_of_squares(x: Any) -> Any:
-    """Long sums in two stages; XLA would merge them but for the square root between."""
-    count = math.prod(x.shape)
-    if count <= LONG_SUM:
-        return ops.sum(ops.square(x))
-    width = math.isqrt(count)
-    flat = ops.reshape(x, (-1,))
-    rows = ops.reshape(flat[: count // width * width], (-1, width))
-    row_norms = ops.sqrt(ops.sum(ops.square(rows), axis=1))
-    rest = ops.square(flat[count // width * width :])
-    return ops.sum(ops.square(row_norms)) + ops.sum(rest)
-
-
-def _cond(predicate: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+def _cond(
+    predicate: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]
+) -> Any:
     """`ops.cond`; JAX called eagerly would compile it anew in each step."""
     if keras.backend.backend() == "jax":
         import jax
