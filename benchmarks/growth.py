@@ -44,7 +44,7 @@ def measure(shapes: Any, names: list[str], rounds: int) -> dict[str, Any]:
     for name in names:
         cases[name], first[name] = first_step(name, "graph", shapes, gradients)
         cases[name]()
-    times = timing.interleaved(cases, rounds, seconds=3)
+    times = timing.interleaved(cases, rounds, seconds=0.1 * rounds)
     return {
         name: {
             "seconds": timing.quartiles(times[name])[1],
@@ -75,7 +75,7 @@ def by_rows(rows: list[int], rounds: int) -> dict[str, Any]:
             key = f"{name}, {count} rows"
             cases[key], _ = first_step(name, "graph", shapes, gradients)
             cases[key]()
-    times = timing.interleaved(cases, rounds, seconds=3)
+    times = timing.interleaved(cases, rounds, seconds=0.1 * rounds)
     results = {}
     for key, seconds in times.items():
         name = key.split(",")[0]

@@ -98,7 +98,7 @@ def measure(shapes: dict[str, tuple[int, ...]], rounds: int) -> dict[str, Any]:
         cases[name] = case
         case()
     peak = {name: memory.peak_extra_bytes(case) for name, case in cases.items()}
-    times = timing.interleaved(cases, rounds, seconds=8)
+    times = timing.interleaved(cases, rounds, seconds=0.2 * rounds)
     rows = {}
     for name in times:
         rows[name] = {

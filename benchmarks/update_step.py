@@ -81,7 +81,7 @@ def measure(workload: Any, mode: str, rounds: int, first_rounds: int) -> dict[st
     parameters = sum(map(math.prod, workload.values()))
     copy = memory.Copy(4 * parameters)
     copy()
-    times = timing.interleaved({**cases, "copy": copy}, rounds, seconds=8)
+    times = timing.interleaved({**cases, "copy": copy}, rounds, seconds=0.2 * rounds)
     del cases
     for _ in range(first_rounds - 1):
         for name in FIRST_STEPS:

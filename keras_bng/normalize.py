@@ -189,9 +189,15 @@ def is_sparse(gradient: Any) -> bool:
 
 
 def _entries(tensor: Any) -> Any:
+    if is_sparse(tensor):
+        return tensor.values
     if isinstance(tensor, keras.Variable):
         tensor = tensor.value
-    return tensor.values if is_sparse(tensor) else ops.convert_to_tensor(tensor)
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.convert_to_tensor(tensor)  # that of Keras returns a `tf.Variable`
+    return ops.convert_to_tensor(tensor)
 
 
 def with_values(sparse: Any, values: Any, indices: Any = None) -> Any:

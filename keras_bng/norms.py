@@ -104,14 +104,16 @@ def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
 
     # `tf.cond` would be merged into the graph around it: slower in every step.
     inputs = [sums, rows.stacks, rows.singles]
-    then_branch = tf.function(lambda sums, stacks, singles: tf.sqrt(sums))
-    else_branch = tf.function(lambda sums, stacks, singles: careful(stacks, singles))
+
+    def branch(function: Callable[..., Any]) -> Any:
+        return tf.function(function, autograph=False).get_concrete_function(*inputs)
+
     (norms,) = tf.raw_ops.StatelessIf(
         cond=rows.in_range(sums),
         input=tf.nest.flatten(inputs),
         Tout=[dtype],
-        then_branch=then_branch.get_concrete_function(*inputs),
-        else_branch=else_branch.get_concrete_function(*inputs),
+        then_branch=branch(lambda sums, stacks, singles: tf.sqrt(sums)),
+        else_branch=branch(lambda sums, stacks, singles: careful(stacks, singles)),
         output_shapes=[sums.shape],
     )
     return norms
@@ -127,7 +129,10 @@ def _sums_for_xla(tensors: list[Any]) -> Any:
 
     alike: dict[int, list[Any]] = {}
     for i, x in enumerate(tensors):
-        columns = _sum_of_32_rows(tf.square(tf.reshape(x, (-1,))))
+        if None in x.shape:  # sparse rows, whose number is not known yet
+            columns = tf.reshape(tf.reduce_sum(tf.square(x)), (1,))
+        else:
+            columns = _sum_of_32_rows(tf.square(tf.reshape(x, (-1,))))
         if columns.shape[0] > SMALL:
             columns = tf.reduce_sum(tf.abs(columns), keepdims=True)
         alike.setdefault(columns.shape[0], []).append((i, columns))

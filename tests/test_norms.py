@@ -1,0 +1,128 @@
+"""Norms of small, large and odd tensors, in every way that TensorFlow runs a step."""
+
+import importlib
+import re
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("how TensorFlow runs it", allow_module_level=True)
+
+import tensorflow as tf
+from helpers import MODES, call, tensors, variable
+
+import keras_bng
+
+# One more or less than a power of two; alone or stacked; in whole rows of 32 or not.
+SHAPES = [(), (7,), (4096,), (4097,), (36, 1024), (131, 1001), (700, 1000)]
+
+
+@MODES
+@pytest.mark.parametrize("scale", [1e-36, 1e-25, 1.0, 1e25, 1e34])
+def test_every_size_comes_out_with_norm_one(rng, mode, scale):
+    w = [variable(np.ones(s, "float32"), f"{i}/w") for i, s in enumerate(SHAPES)]
+    # The norm, not an entry: entries of 1e-38 are zero to TensorFlow.
+    g = [rng.normal(size=s) + 0.1 for s in SHAPES]
+    g = [x / np.linalg.norm(x) * scale for x in g]
+    if scale == 1e-36:  # few entries only, so that none is flushed to zero
+        g = [np.where(np.arange(x.size).reshape(x.shape) < 3, scale, 0.0) for x in g]
+    blocks = keras_bng.partition(w)
+    result = call(mode, lambda *g: keras_bng.normalize(g, w, blocks), *tensors(g))
+    for x in result:
+        assert abs(np.linalg.norm(x.numpy().astype("float64")) - 1) < 1e-5
+
+
+@MODES
+def test_one_block_of_all_sizes_and_magnitudes(rng, mode):
+    w = [variable(np.ones(s, "float32"), f"all/{i}") for i, s in enumerate(SHAPES)]
+    g = [rng.normal(size=s) * 10.0**-i for i, s in enumerate(SHAPES)]
+    g[3] *= 1e22
+    expected = np.sqrt(sum(np.sum(np.square(x)) for x in g))
+    blocks = keras_bng.partition(w)
+    result = call(mode, lambda *g: keras_bng.normalize(g, w, blocks), *tensors(g))
+    for x, r in zip(g, result):
+        np.testing.assert_allclose(r.numpy(), x / expected, rtol=1e-5, atol=1e-30)
+
+
+@MODES
+def test_weights_of_every_size_under_adaptive(rng, mode):
+    values = [rng.normal(size=s) for s in SHAPES]
+    w = [variable(x.astype("float32"), f"{i}/w") for i, x in enumerate(values)]
+    g = tensors([rng.normal(size=s) for s in SHAPES])
+    optimizer = keras_bng.SGDNG(1.0, momentum=0.0, rule=keras_bng.Adaptive(0.5))
+    optimizer.build(w)
+    before = [v.numpy().astype("float64") for v in w]
+    call(mode, lambda *g: optimizer.apply(g, w), *g)
+    for old, v in zip(before, w):
+        step = np.linalg.norm(v.numpy().astype("float64") - old)
+        assert abs(step / np.linalg.norm(old) - 0.5) < 1e-4
+
+
+@pytest.mark.parametrize("cls", [keras_bng.SGDNG, keras_bng.AdamNG])
+def test_fit_with_xla_when_the_number_of_sparse_rows_is_not_known(rng, cls):
+    model = keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32"),
+            keras.layers.Embedding(50, 200),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(2),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(cls(0.01), loss, jit_compile=True)
+    x, y = rng.integers(0, 50, (70, 5)), rng.integers(0, 2, 70)
+    history = model.fit(x, y, batch_size=32, epochs=2, verbose=0)  # the last batch: 6
+    assert history.history["loss"][1] < history.history["loss"][0]
+
+
+def resnet_like(rng):
+    shapes = {}
+    for i in range(20):
+        shapes[f"conv_{i}/kernel"] = (3, 3, 16, 32) if i % 2 else (3, 3, 32, 32)
+        shapes[f"norm_{i}/gamma"] = shapes[f"norm_{i}/beta"] = (32,)
+    w = [variable(np.ones(s, "float32"), p) for p, s in shapes.items()]
+    return w, tensors([rng.normal(size=v.shape) for v in w])
+
+
+def step_of(optimizer, w, **options):
+    optimizer.build(w)
+    return tf.function(lambda *g: optimizer.apply(g, w), **options)
+
+
+@pytest.mark.parametrize("cls", [keras_bng.SGDNG, keras_bng.AdamNG])
+def test_a_compiled_step_is_one_computation_without_the_host(rng, cls, monkeypatch):
+    # As for a GPU, which none of us has: the module that XLA gets is the same.
+    module = importlib.import_module("keras_bng.normalize")
+    monkeypatch.setattr(module, "_compiled_for_cpu", lambda: False)
+    w, g = resnet_like(rng)
+    step = step_of(cls(), w, jit_compile=True)
+    hlo = step.experimental_get_compiler_ir(*g)(stage="hlo")
+    assert hlo.count("HloModule") == 1 and hlo.count("ENTRY") == 1
+    found = set(re.findall(r"[\w\])}] ([a-z][a-z\-]*)\(", hlo))
+    assert "reduce" in found and "multiply" in found  # the pattern finds instructions
+    host = {"custom-call", "infeed", "outfeed", "send", "recv", "conditional", "while"}
+    assert not found & host
+    # Small variables share one, so that there are no more than variables.
+    assert 1 < len(re.findall(r"\breduce\(", hlo)) <= len(w)
+
+
+@pytest.mark.parametrize(
+    "ours, stock",
+    [
+        (keras_bng.SGDNG(momentum=0.9), keras.optimizers.SGD(momentum=0.9)),
+        (keras_bng.AdamNG(), keras.optimizers.Adam()),
+    ],
+    ids=["SGD", "Adam"],
+)
+def test_tracing_adds_few_operations_a_variable(rng, ours, stock):
+    def operations(optimizer):
+        w, g = resnet_like(rng)
+        graph = step_of(optimizer, w).get_concrete_function(*g).graph
+        inner = graph.as_graph_def().library.function
+        return len(graph.get_operations()) + sum(len(f.node_def) for f in inner)
+
+    extra = operations(ours) - operations(stock)
+    variables = 60
+    assert extra < 4 * variables  # more would show in the time to the first step
