@@ -62,6 +62,12 @@ def save(out: pathlib.Path, name: str, results: Any) -> pathlib.Path:
     return path
 
 
+def load(out: pathlib.Path, name: str) -> dict[str, Any]:
+    """The results of a run before, so that a part can be measured again."""
+    path = out / f"{name}.json"
+    return json.loads(path.read_text())["results"] if path.exists() else {}
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table that is legible as text, too."""
     widths = [max(map(len, column)) for column in zip(header, *rows)]

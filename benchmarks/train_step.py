@@ -154,7 +154,7 @@ def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, metavar="NAME")
     args = report.parsed(parser)
-    results: dict[str, Any] = {}
+    results = report.load(args.out, "train_step") if args.models else {}
     for name in args.models or (["MLP, 18 layers"] if args.quick else MODELS):
         results[name] = measure(name, args.rounds, args.quick)
         rows = [

@@ -205,7 +205,8 @@ def main() -> None:
         workloads = {"3 dense 64": dense(3, 64)}
     first_rounds = 1 if args.quick else 3
 
-    results: dict[str, Any] = {}
+    part = args.workloads or args.modes
+    results = report.load(args.out, "update_step") if part else {}
     for name, shapes in workloads.items():
         for mode in args.modes or MODES:
             if mode != "jax":

@@ -102,21 +102,33 @@ def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
         in_range = bool(rows.in_range(sums))
         return tf.sqrt(sums) if in_range else careful(rows.stacks, rows.singles)
 
-    # `tf.cond` would be merged into the graph around it: slower in every step.
-    inputs = [sums, rows.stacks, rows.singles]
-
-    def branch(function: Callable[..., Any]) -> Any:
-        return tf.function(function, autograph=False).get_concrete_function(*inputs)
-
-    (norms,) = tf.raw_ops.StatelessIf(
-        cond=rows.in_range(sums),
-        input=tf.nest.flatten(inputs),
-        Tout=[dtype],
-        then_branch=branch(lambda sums, stacks, singles: tf.sqrt(sums)),
-        else_branch=branch(lambda sums, stacks, singles: careful(stacks, singles)),
-        output_shapes=[sums.shape],
+    (norms,) = graph_if(
+        rows.in_range(sums),
+        lambda sums, stacks, singles: [tf.sqrt(sums)],
+        lambda sums, stacks, singles: [careful(stacks, singles)],
+        sums,
+        rows.stacks,
+        rows.singles,
     )
     return norms
+
+
+def graph_if(condition: Any, if_true: Any, if_false: Any, *inputs: Any) -> list[Any]:
+    """`tf.cond` as a call: merged into the graph around it, it would slow each step."""
+    import tensorflow as tf
+
+    then_branch, else_branch = (
+        tf.function(function, autograph=False).get_concrete_function(*inputs)
+        for function in (if_true, if_false)
+    )
+    return tf.raw_ops.StatelessIf(
+        cond=condition,
+        input=tf.nest.flatten(inputs),
+        Tout=[x.dtype for x in else_branch.structured_outputs],
+        then_branch=then_branch,
+        else_branch=else_branch,
+        output_shapes=[x.shape for x in else_branch.structured_outputs],
+    )
 
 
 def _sums_for_xla(tensors: list[Any]) -> Any:
@@ -150,6 +162,15 @@ def _sum_of_32_rows(x: Any) -> Any:
     rest = x.shape[0] % 32
     sums = tf.reduce_sum(tf.reshape(x[rest:], (32, -1)), 0)
     return tf.concat([sums, x[:rest]], 0) if rest else sums
+
+
+def in_plain_graph() -> bool:
+    """Whether TensorFlow is tracing a function that XLA will not compile."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return not tf.executing_eagerly() and not under_xla()
 
 
 def under_xla() -> bool:

@@ -171,8 +171,12 @@ class BlockNormalized:
         found = block_factors(gradients, variables, members, self.rule)
         dropped = ops.sum(ops.cast(ops.logical_not(found.kept), "int32"))
         self._skipped_blocks.assign_add(ops.cast(dropped, self._skipped_blocks.dtype))
+        return self._scaled(found, owners, variables)
+
+    def _scaled(self, found: Any, owners: Any, variables: Any) -> list[Any]:
+        """The gradients times their block's factor, for the base optimizer."""
         factors = one_by_one(found.factor)
-        kept = ops.unstack(found.kept, len(members))
+        kept = ops.unstack(found.kept, len(factors))
         return [
             self._to_base(g, w)
             if block is None

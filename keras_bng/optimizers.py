@@ -9,7 +9,8 @@ from keras import ops
 
 from keras_bng import rules
 from keras_bng.blocks import BlockSpec
-from keras_bng.normalize import is_sparse, with_values
+from keras_bng.normalize import fold, is_sparse, with_values
+from keras_bng.norms import in_plain_graph
 from keras_bng.optimizer import (
     PACKAGE,
     BlockNormalized,
@@ -17,6 +18,9 @@ from keras_bng.optimizer import (
     live_learning_rate,
     take_over,
 )
+
+# A gradient with more entries than this is worth not copying.
+LARGE = 2**16
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
@@ -46,6 +50,40 @@ class SGDNG(BlockNormalized, backend_class(keras.optimizers.SGD)):
         **kwargs: Any,
     ) -> None:
         super().__init__(learning_rate, momentum, *args, **kwargs)
+
+    def _scaled(self, found: Any, owners: Any, variables: Any) -> list[Any]:
+        """In a graph that nothing fuses, large gradients are not copied: see `fold`."""
+        if self.l2 or not in_plain_graph() or type(self).update_step != _sgd_update:
+            return super()._scaled(found, owners, variables)
+        large = [
+            i
+            for i, (g, w, block) in enumerate(zip(found.raw, variables, owners))
+            if block is not None
+            and not is_sparse(g)
+            and g.shape.num_elements() > LARGE
+            and g.dtype == w.dtype == found.factor.dtype
+        ]
+        if not large:
+            return super()._scaled(found, owners, variables)
+        raw, blocks = [found.raw[i] for i in large], [owners[i] for i in large]
+        pairs = dict(zip(large, fold(raw, blocks, found, self.learning_rate)))
+        rest = [i for i in range(len(owners)) if i not in pairs]
+        scaled = super()._scaled(
+            found._replace(raw=[found.raw[i] for i in rest]),
+            [owners[i] for i in rest],
+            [variables[i] for i in rest],
+        )
+        pairs.update(zip(rest, scaled))
+        return [pairs[i] for i in range(len(owners))]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """SGD's own; a pair is a gradient with the learning rate of its block."""
+        if isinstance(gradient, tuple):
+            gradient, learning_rate = gradient
+        super().update_step(gradient, variable, learning_rate)
+
+
+_sgd_update = SGDNG.update_step
 
 
 @keras.saving.register_keras_serializable(PACKAGE)

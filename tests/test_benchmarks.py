@@ -50,6 +50,7 @@ def test_a_result_replaces_the_old_one_and_leaves_nothing_else(tmp_path):
     for value in (1, 2):
         path = report.save(tmp_path, "x", {"results": value})
     assert json.loads(path.read_text())["results"] == 2
+    assert report.load(tmp_path, "x") == 2 and report.load(tmp_path, "y") == {}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 

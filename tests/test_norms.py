@@ -60,6 +60,50 @@ def test_weights_of_every_size_under_adaptive(rng, mode):
         assert abs(step / np.linalg.norm(old) - 0.5) < 1e-4
 
 
+@MODES
+@pytest.mark.parametrize("scale", [1e-36, 1e-20, 1.0, 1e20, 1e36])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_moves_large_variables_by_the_learning_rate(mode, scale, nesterov):
+    # In a graph the factor is folded into the learning rate, if their product fits.
+    w = [variable(np.zeros(70_000, "float32"), f"{i}/w") for i in range(2)]
+    g = [np.zeros(70_000), np.zeros(70_000)]
+    g[0][5], g[1][7] = scale, 1.0
+    optimizer = keras_bng.SGDNG(1e-3, momentum=0.5, nesterov=nesterov)
+    optimizer.build(w)
+    for _ in range(2):
+        call(mode, lambda *g: optimizer.apply(g, w), *tensors(g))
+    expected = 1e-3 * (1.5 + 1.75 if nesterov else 1 + 1.5)
+    for v, i in zip(w, (5, 7)):
+        np.testing.assert_allclose(v.numpy()[i], -expected, rtol=1e-5)
+        assert np.count_nonzero(v.numpy()) == 1
+
+
+@MODES
+def test_sgd_drops_a_large_variable_that_is_not_finite(mode):
+    w = [variable(np.zeros(70_000, "float32"), f"{i}/w") for i in range(3)]
+    g = [np.ones(70_000), np.ones(70_000), np.zeros(70_000)]
+    g[0][3] = np.nan
+    optimizer = keras_bng.SGDNG(1.0, momentum=0.0)
+    optimizer.build(w)
+    call(mode, lambda *g: optimizer.apply(g, w), *tensors(g))
+    assert int(optimizer.skipped_blocks) == 1
+    assert not w[0].numpy().any() and not w[2].numpy().any()
+    assert abs(np.linalg.norm(w[1].numpy()) - 1) < 1e-5
+
+
+def test_a_subclass_of_sgd_with_an_update_of_its_own_gets_plain_gradients():
+    class Own(keras_bng.SGDNG):
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign_sub(variable, gradient)
+
+    w = variable(np.zeros(70_000, "float32"), "a/w")
+    optimizer = Own()
+    optimizer.build([w])
+    step = tf.function(lambda g: optimizer.apply([g], [w]))
+    step(tf.ones(70_000))
+    assert abs(np.linalg.norm(w.numpy()) - 1) < 1e-5
+
+
 @pytest.mark.parametrize("cls", [keras_bng.SGDNG, keras_bng.AdamNG])
 def test_fit_with_xla_when_the_number_of_sparse_rows_is_not_known(rng, cls):
     model = keras.Sequential(
