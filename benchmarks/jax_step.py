@@ -21,7 +21,7 @@ import keras
 import optax
 
 import keras_bng
-from benchmarks import memory, timing, variables
+from benchmarks import timing, variables
 from benchmarks.shapes import WORKLOADS, dense
 
 BASE = {
@@ -97,14 +97,12 @@ def measure(shapes: dict[str, tuple[int, ...]], rounds: int) -> dict[str, Any]:
 
         cases[name] = case
         case()
-    peak = {name: memory.peak_extra_bytes(case) for name, case in cases.items()}
     times = timing.interleaved(cases, rounds, seconds=0.2 * rounds)
     rows = {}
     for name in times:
         rows[name] = {
             "seconds": timing.quartiles(times[name])[1],
             "first_seconds": first[name],
-            "peak_extra_bytes": peak[name],
         }
         if name in BASE:
             base = BASE[name]

@@ -1,10 +1,15 @@
-"""The bandwidth of this machine, and how much memory a step takes at its peak."""
+"""The bandwidth of this machine, and how much memory a step takes at its peak.
+
+`python -m benchmarks.memory AdamNG graph "6 dense 2048"` prints the latter in bytes, in
+a process of its own: TensorFlow keeps what it once had; only a first step shows it.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
-import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,11 +32,18 @@ class Copy:
         list(self.pool.map(lambda part: np.copyto(*part), self.parts))
 
 
+def first_peak(optimizer: str, mode: str, workload: str) -> int | None:
+    """By how many bytes the first step of a new process raises its memory."""
+    command = [sys.executable, "-m", "benchmarks.memory", optimizer, mode, workload]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    last = printed.stdout.split()[-1]
+    return None if last == "None" else int(last)
+
+
 def peak_extra_bytes(step: Callable[[], Any]) -> int | None:
-    """By how much a step raises the process's memory for a while; Linux only."""
+    """By how much a function raises the process's memory for a while; Linux only."""
     if not os.path.exists("/proc/self/clear_refs"):
         return None
-    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # sets the peak to what there is now
     before = _status("VmRSS")
@@ -43,3 +55,22 @@ def _status(key: str) -> int:
     with open("/proc/self/status") as file:
         line = next(line for line in file if line.startswith(key + ":"))
     return 1024 * int(line.split()[1])
+
+
+def main() -> None:
+    from benchmarks import update_step, variables
+    from benchmarks.shapes import WORKLOADS, dense
+
+    name, mode, workload = sys.argv[1:]
+    few = dense(1, 2)  # what comes once in a process
+    update_step.new_step(name, mode, few)(variables.gradients(few))
+    shapes = WORKLOADS[workload]
+    step, gradients = (
+        update_step.new_step(name, mode, shapes),
+        variables.gradients(shapes),
+    )
+    print(peak_extra_bytes(lambda: step(gradients)))
+
+
+if __name__ == "__main__":
+    main()

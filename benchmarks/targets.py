@@ -11,7 +11,9 @@ from typing import Any
 
 from benchmarks import report
 
-LARGE, SMALLER = "6 dense 2048", ("ResNet-20", "ResNet-110")
+LARGE = "6 dense 2048"
+
+SMALLER = ("ResNet-20", "ResNet-110")
 PAIRS = {"SGDNG": "SGD", "AdamNG": "Adam"}
 LARGEST_BLOCK = 4 * (2048 * 2048 + 2048)  # bytes, in the workload LARGE
 Measured = dict[str, Any]  # from a label to a ratio with its quartiles, or a number
