@@ -1,7 +1,7 @@
 """The method itself: one factor a block, `rule(norm of gradient, norm of weights)`.
 
-The division by the norm is `Unit.__call__` in `rules.py`; here are the norms that it
-gets, and the multiplication.
+The division by the norm is `Unit.__call__` in `rules.py`; the norms that it gets are
+made in `norms.py`; the multiplication is `times`, here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keras_bng import rules
 from keras_bng.blocks import Block, Blocks
 from keras_bng.norms import block_norms, graph_if, tiny, under_xla
 
-WINDOW = 256
+WINDOW = 256  # of a vector, in `one_by_one`
 
 
 class Factors(NamedTuple):
@@ -194,10 +194,9 @@ def fold(
     """
     rate = ops.cast(rate, found.factor.dtype)
     rates = rate * found.factor
-    smallest = ops.where(
-        found.factor == 0, 0.0, tiny(keras.backend.standardize_dtype(rates.dtype))
-    )
-    fits = ops.logical_and(ops.isfinite(rates), ops.abs(rates) >= smallest)
+    smallest = tiny(keras.backend.standardize_dtype(rates.dtype))
+    large_enough = ops.logical_or(found.factor == 0, ops.abs(rates) >= smallest)
+    fits = ops.logical_and(ops.isfinite(rates), large_enough)
     folds = ops.all(ops.logical_and(found.kept, fits))
 
     def scaled(factor: Any, gradients: Any) -> list[Any]:

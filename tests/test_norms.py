@@ -79,6 +79,16 @@ def test_sgd_moves_large_variables_by_the_learning_rate(mode, scale, nesterov):
 
 
 @MODES
+def test_large_variables_in_float64(rng, mode):
+    w = variable(np.zeros(70_000), "a/w", dtype="float64")
+    g = rng.normal(size=70_000) * 1e-60
+    optimizer = keras_bng.SGDNG(0.1, momentum=0.0)
+    optimizer.build([w])
+    call(mode, lambda g: optimizer.apply([g], [w]), tf.constant(g))
+    np.testing.assert_allclose(w.numpy(), -0.1 * g / np.linalg.norm(g), rtol=1e-6)
+
+
+@MODES
 def test_sgd_drops_a_large_variable_that_is_not_finite(mode):
     w = [variable(np.zeros(70_000, "float32"), f"{i}/w") for i in range(3)]
     g = [np.ones(70_000), np.ones(70_000), np.zeros(70_000)]
