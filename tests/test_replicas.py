@@ -118,6 +118,18 @@ def check_equal(model, other, tolerance=1e-6):
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.parametrize("run", ["fit", "loop"])
+def test_sgd_with_the_factor_in_the_learning_rate(rng, monkeypatch, run):
+    # Only large variables have it there; here, all of them, against none of them.
+    data, make = small_data(rng), functools.partial(optimizer, "SGDNG")
+    results = []
+    for large, strategy in ((0, two_replicas()), (2**31, None)):
+        monkeypatch.setattr("keras_bng.optimizers.LARGE", large)
+        trained = (fitted if run == "fit" else looped)(make, data, strategy)
+        results.append(trained if run == "fit" else trained[0])
+    check_equal(*results)
+
+
 @pytest.mark.parametrize("name, rule", CASES)
 def test_fit_on_two_replicas_equals_one_device(rng, name, rule):
     make = functools.partial(optimizer, name, rule)
