@@ -11,7 +11,6 @@ which on a CPU is no faster for these models. Compiling is not in it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -20,15 +19,9 @@ import keras
 import numpy as np
 from keras import layers
 
-import keras_bng
 from benchmarks import report, timing
+from benchmarks.update_step import FIRST_STEPS, OPTIMIZERS
 
-OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "SGD": lambda: keras.optimizers.SGD(1e-3, momentum=0.9),
-    "SGDNG": lambda: keras_bng.SGDNG(1e-3, momentum=0.9),
-    "Adam": lambda: keras.optimizers.Adam(1e-4),
-    "AdamNG": lambda: keras_bng.AdamNG(1e-4),
-}
 BASE = {"SGDNG": "SGD", "AdamNG": "Adam"}
 
 
@@ -99,11 +92,11 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
     data = tf.data.Dataset.from_tensors((x, y)).repeat(batches).cache()
 
     cases = {}
-    for optimizer, new in OPTIMIZERS.items():
+    for optimizer in FIRST_STEPS:
         keras.utils.set_random_seed(0)
         model = make()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(new(), loss, jit_compile=False)
+        model.compile(OPTIMIZERS[optimizer](), loss, jit_compile=False)
 
         def fit(model: keras.Model = model) -> None:
             model.fit(data, shuffle=False, verbose=0)

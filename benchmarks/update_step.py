@@ -10,6 +10,7 @@ others. A figure is the median of the ratios round by round, with the quartiles.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -130,13 +131,16 @@ def ratios(name: str, times: Any, first: Any) -> dict[str, Any]:
 
 def on_jax(quick: bool, rounds: int) -> Any:
     """The JAX part, in a process of its own; None without JAX and optax."""
+    missing = [name for name in ("jax", "optax") if not importlib.util.find_spec(name)]
+    if missing:
+        print(f"The JAX part is left out; it needs: pip install {' '.join(missing)}")
+        return None
     command = [sys.executable, "-m", "benchmarks.jax_step", str(rounds)]
     command += ["quick"] if quick else []
     environment = {**os.environ, "KERAS_BACKEND": "jax"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        print("The JAX part failed (it needs: pip install jax optax); left out.")
-        return None
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

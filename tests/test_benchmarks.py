@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks import memory, report, shapes, timing
+from benchmarks import memory, report, shapes, targets, timing
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,10 @@ def test_too_few_rounds_are_an_error(monkeypatch, capsys):
         report.parsed(report.arguments("A benchmark."))
     assert error.value.code == 2
     assert "--rounds must be 2 or more. Received: 1" in capsys.readouterr().err
+
+
+def test_a_missed_target_is_in_bold_and_a_met_one_is_not():
+    ratio = {"median": 1.3, "low": 1.2, "high": 1.4}
+    found = {"graph": {**ratio, "median": 1.1}, "xla": ratio, "": 0.5}
+    expected = "graph 1.10 [1.20, 1.40]; xla **1.30 [1.20, 1.40]**; 0.5"
+    assert targets.cell(1.15, found) == expected
