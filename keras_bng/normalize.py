@@ -144,8 +144,8 @@ def one_by_one(vector: Any) -> list[Any]:
     count = vector.shape[0]
     if not _compiled_for_cpu():
         return ops.unstack(vector, count)
-    # XLA compiles a kernel once for all variables of one shape, but not if it takes
-    # another entry of a vector each time. With a constant mask it does not.
+    # XLA compiles a kernel once for all variables of one shape, unless each reads
+    # another entry of a vector. So a constant mask takes the entries out beforehand.
     masks = np.eye(WINDOW, dtype=bool)
     padded = ops.pad(vector, [[0, -count % WINDOW]])
     windows = ops.unstack(ops.reshape(padded, (-1, WINDOW)))

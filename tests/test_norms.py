@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 if keras.backend.backend() != "tensorflow":
-    pytest.skip("how TensorFlow runs it", allow_module_level=True)
+    pytest.skip("TensorFlow only: eager, graph, XLA", allow_module_level=True)
 
 import tensorflow as tf
 from helpers import MODES, call, tensors, variable
