@@ -33,11 +33,16 @@ class Copy:
 
 
 def first_peak(optimizer: str, mode: str, workload: str) -> int | None:
-    """By how many bytes the first step of a new process raises its memory."""
+    """By how many bytes a process's first step raises its memory; median of five."""
     command = [sys.executable, "-m", "benchmarks.memory", optimizer, mode, workload]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    last = printed.stdout.split()[-1]
-    return None if last == "None" else int(last)
+    peaks = []
+    for _ in range(5):
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        last = printed.stdout.split()[-1]
+        if last == "None":
+            return None
+        peaks.append(int(last))
+    return int(np.median(peaks))
 
 
 def peak_extra_bytes(step: Callable[[], Any]) -> int | None:
