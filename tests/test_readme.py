@@ -8,6 +8,8 @@ import sys
 import keras
 import pytest
 
+from benchmarks import targets
+
 README = pathlib.Path(__file__).parent.parent / "README.md"
 PATTERN = r"^(<!--[^\n]*-->\n)?```python\n(.*?)^```"
 SNIPPETS = re.findall(PATTERN, README.read_text(), re.M | re.S)
@@ -48,3 +50,7 @@ def test_the_readme_names_the_versions_of_setup_cfg():
     lowest = re.search(r"keras>=(\S+)", setup)[1]
     python = re.search(r"python_requires = >=(\S+)", setup)[1]
     assert f"Python {python} or later, Keras {lowest} or later" in README.read_text()
+
+
+def test_the_table_of_speed_is_that_of_the_published_results():
+    assert targets.table() in README.read_text()
