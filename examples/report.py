@@ -1,0 +1,214 @@
+"""From results to figures and Markdown; alone, it puts RESULTS.md together.
+
+python examples/report.py  # examples/results/*.md -> examples/RESULTS.md
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from harness import Result, write_text
+
+HERE = pathlib.Path(__file__).parent
+
+# A colour a method; the base light and dashed, its NG version dark and solid.
+_COLOURS = {
+    "SGDM": ("#7fb2e5", "#0b4f9c"),
+    "AdaGrad": ("#8fcf8f", "#1b6e1b"),
+    "Adam": ("#f3a48b", "#b3200e"),
+}
+_LINES = {"": "--", "CLIP": ":", "NG": "-", "NG_adap": "-.", "BNG": "-"}
+
+
+class Claim(NamedTuple):
+    """Something that the paper says, whether it held here, and the numbers."""
+
+    text: str
+    held: bool
+    evidence: str
+
+
+def family(algorithm: str) -> tuple[str, str]:
+    """`family("SGDMNG_adap")` is `("SGDM", "NG_adap")`."""
+    base = next(name for name in _COLOURS if algorithm.startswith(name))
+    return base, algorithm.removeprefix(base)
+
+
+def style(algorithm: str) -> dict[str, Any]:
+    base, version = family(algorithm)
+    return {
+        "color": _COLOURS[base]["NG" in version],
+        "linestyle": _LINES[version],
+        "linewidth": 1.8,
+    }
+
+
+def matching(
+    results: Iterable[Result], algorithm: str, **settings: Any
+) -> list[Result]:
+    """The seeds of one algorithm, with these settings."""
+    return [
+        result
+        for result in results
+        if result["algorithm"] == algorithm
+        and settings.items() <= result["settings"].items()
+    ]
+
+
+def histories(results: Sequence[Result], metric: str) -> np.ndarray:
+    """One row a seed, one column an epoch."""
+    return np.array([result["history"][metric] for result in results])
+
+
+def last(
+    results: Iterable[Result], algorithm: str, metric: str, **settings: Any
+) -> np.ndarray:
+    """A metric after the last epoch, of each seed."""
+    return histories(matching(results, algorithm, **settings), metric)[:, -1]
+
+
+def plus_minus(values: Any, digits: int = 3) -> str:
+    """Mean ± standard deviation; of one seed, the value."""
+    values = np.asarray(values, float)
+    mean = f"{values.mean():.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {values.std(ddof=1):.{digits}f}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def claims_table(claims: Iterable[Claim]) -> str:
+    return table(
+        ["the paper says", "here", "measured"],
+        [
+            [c.text, "held" if c.held else "**did not hold**", c.evidence]
+            for c in claims
+        ],
+    )
+
+
+def what_was_run(results: Sequence[Result]) -> str:
+    """Data, seeds, date, versions: the line that goes with every table."""
+    first = results[0]
+    data = "; ".join(sorted({result["data"] for result in results}))
+    seeds = sorted({result["seed"] for result in results})
+    dates = sorted({result["date"] for result in results})
+    minutes = sum(result["seconds"] for result in results) / 60
+    versions = first["versions"]
+    return (
+        f"{data}; seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}; "
+        f"{' to '.join(sorted({dates[0], dates[-1]}))}; {len(results)} runs, "
+        f"{minutes:.1f} minutes on {first['cores']} cores, Keras {versions['keras']}, "
+        f"TensorFlow {versions['tensorflow']}."
+    )
+
+
+def curves(
+    results: Sequence[Result],
+    panels: Sequence[tuple[str, dict[str, Any]]],
+    path: pathlib.Path,
+    metrics: Sequence[tuple[str, str]] = (
+        ("loss", "train loss"),
+        ("val_loss", "test loss"),
+    ),
+    title: str = "",
+) -> None:
+    """A column a panel, a row a metric, a line an algorithm, its seeds as a band."""
+    plt = pyplot()
+    algorithms = list(dict.fromkeys(result["algorithm"] for result in results))
+    figure, axes = plt.subplots(
+        len(metrics),
+        len(panels),
+        figsize=(max(6.5, 4.2 * len(panels)), 3.1 * len(metrics) + 0.9),
+        sharex="col",
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
+    for column, (name, settings) in enumerate(panels):
+        for row, (metric, label) in enumerate(metrics):
+            ax = axes[row, column]
+            for algorithm in algorithms:
+                found = matching(results, algorithm, **settings)
+                if not found:
+                    continue
+                values = histories(found, metric)
+                epochs = np.arange(1, values.shape[1] + 1)
+                look = style(algorithm)
+                ax.plot(epochs, values.mean(0), label=algorithm, **look)
+                if len(found) > 1:
+                    low, high = values.min(0), values.max(0)
+                    ax.fill_between(epochs, low, high, color=look["color"], alpha=0.15)
+            ax.set_yscale("log")
+            plain_ticks(ax.yaxis)
+            ax.grid(True, which="both", color="#e6e6e6", linewidth=0.6)
+            if row == 0:
+                ax.set_title(name)
+            if row == len(metrics) - 1:
+                ax.set_xlabel("epoch")
+                ax.xaxis.get_major_locator().set_params(integer=True)
+            if column == 0:
+                ax.set_ylabel(label)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    if title:
+        figure.suptitle(title, fontsize="medium")
+    save(figure, path)
+
+
+def plain_ticks(axis: Any) -> None:
+    """0.5 and 2 instead of powers of ten, on a logarithmic axis."""
+    from matplotlib import ticker
+
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+
+
+def pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save(figure: Any, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part.png")
+    figure.savefig(part, dpi=110, metadata={"Software": None})
+    part.replace(path)
+    pyplot().close(figure)
+
+
+def section(out: pathlib.Path, name: str, heading: str, parts: Sequence[str]) -> None:
+    """Prints the parts; writes `<out>/<name>.md`, with the figure of that name."""
+    figure = f"![{heading}]({out.name}/{name}.png)"
+    text = "\n\n".join([f"## {heading}", figure, *parts])
+    write_text(out / f"{name}.md", text + "\n")
+    print("\n" + "\n\n".join(parts))
+    print(f"\nFigure: {out / name}.png\nTable:  {out / name}.md")
+
+
+def assemble(results: pathlib.Path = HERE / "results") -> pathlib.Path:
+    """`RESULTS.md` beside the directory of results, from every `*.md` in it."""
+    sections = sorted(results.glob("*.md"))
+    if not sections:
+        raise SystemExit(
+            f"No *.md in {results}. Run an experiment first, with --out {results}."
+        )
+    head = "# Results\n\nPut together by `python examples/report.py` from `results/`.\n"
+    path = results.parent / "RESULTS.md"
+    write_text(path, "\n".join([head, *(p.read_text() for p in sections)]))
+    return path
+
+
+if __name__ == "__main__":
+    print(assemble(*map(pathlib.Path, sys.argv[1:2])))
