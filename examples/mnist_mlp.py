@@ -51,8 +51,8 @@ Where it did not hold: at 6 layers nothing vanishes, and a normalized step does 
 shorter near a minimum. With constant rates the NG versions are ahead of SGDM at first,
 no longer fall after about 20 epochs, and overfit; plain Adam and SGDM end lower.
 SGDMNG's rate is the best of the grid here, thus a small one, which fluctuates little;
-the paper's is not known. In the figure, what is stuck at 2.30 lies on one line: SGDM and
-AdaGrad at 12 layers, SGDM, AdaGrad and Adam at 18."""
+the paper's is not known. In the figure, what is stuck at 2.30 lies on one line: SGDM
+and AdaGrad at 12 layers, SGDM, AdaGrad and Adam at 18."""
 
 SEARCH = f"{EXPERIMENT}_search"
 SEARCHED = ("SGDM", "SGDMNG")
@@ -144,9 +144,11 @@ def search_table(results: list[Result]) -> str:
 
 def results_table(results: list[Result]) -> str:
     rows = []
-    for depth in distinct(results, "depth"):
-        for algorithm in dict.fromkeys(result["algorithm"] for result in results):
+    for depth in sorted(distinct(results, "depth")):
+        for algorithm in PAPER:
             found = report.matching(results, algorithm, depth=depth)
+            if not found:
+                continue
             numbers = [
                 plus_minus(report.histories(found, metric)[:, -1])
                 for metric in ("loss", "val_loss", "val_accuracy")
@@ -255,8 +257,8 @@ def write_report(results: list[Result], options: argparse.Namespace) -> None:
     if options.paper and searched:
         parts += [
             "The paper gives no rate for SGDM. For SGDM and SGDMNG each depth's is "
-            "from one grid: the largest within 0.01 of the best, by the loss on held-out "
-            "training examples:",
+            "from one grid: the largest within 0.01 of the best, by the loss on "
+            "held-out training examples:",
             search_table(searched),
             f"After {searched[0]['settings']['epochs']} epochs. "
             + report.what_was_run(searched),
