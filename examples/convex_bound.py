@@ -168,12 +168,10 @@ def claims(results: list[Result]) -> list[Claim]:
         for blocks in BLOCKS
     )
     share = max(r["history"]["largest_share_of_bound_at_any_T"][0] for r in results)
-    smaller = {
-        rate: (final(two[rate], "bound_by_size"), final(one[rate], "bound_by_size"))
-        for rate in two
-    }
-    best = [min(pair[i] for pair in smaller.values()) for i in (0, 1)]
-    regrets = [min(final(r, "regret") for r in of.values()) for of in (two, one)]
+    best, regrets = (
+        [min(final(r, name) for r in of.values()) for of in (two, one)]
+        for name in ("bound_by_size", "regret")
+    )
     m = [final(two[max(two)], f"M_{i}") for i in (1, 2)]
     return [
         Claim(

@@ -75,7 +75,9 @@ def test_full_does_not_fall_back(tmp_path, no_network):
 
 
 @pytest.mark.parametrize("choice", ["auto", "full"])
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "gone"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "first record only", "flipped", "empty", "gone"]
+)
 def test_a_damaged_file_is_a_clear_error_and_never_the_sample(choice, damage, tmp_path):
     load("full", tmp_path)
     (path,) = tmp_path.rglob("*train.tfrecord*")
@@ -87,6 +89,9 @@ def test_a_damaged_file_is_a_clear_error_and_never_the_sample(choice, damage, tm
         path.write_bytes(
             {
                 "truncated": content[:middle],
+                "first record only": content[
+                    : 16 + int.from_bytes(content[:8], "little")
+                ],
                 "flipped": content[:middle] + b"????" + content[middle + 4 :],
                 "empty": b"",
             }[damage]

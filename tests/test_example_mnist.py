@@ -80,16 +80,19 @@ def made_up(**losses):
     results = []
     for (algorithm, depth), value in final.items():
         value = losses.get(f"{algorithm}_{depth}", value)
+        test = losses.get(f"test_{algorithm}_{depth}", value)
         jump = losses.get(
             f"jump_{algorithm}_{depth}", 0.2 if "SGD" in algorithm else 0.01
         )
-        curve = [2.3] + [value * (1 + jump), value] * 2
+        curve, test_curve = (
+            [2.3] + [last * (1 + jump), last] * 2 for last in (value, test)
+        )
         results.append(
             {
                 "algorithm": algorithm,
                 "settings": {"depth": depth},
                 "seed": 0,
-                "history": {"loss": curve, "val_loss": curve},
+                "history": {"loss": curve, "val_loss": test_curve},
             }
         )
     return results
@@ -108,6 +111,7 @@ def test_the_claims_hold_where_they_should():
     "losses, claim",
     [
         ({"SGDMNG_6": 1.1}, "6 layers: SGDMNG no worse than SGDM"),
+        ({"test_SGDMNG_6": 1.1}, "6 layers: SGDMNG no worse than SGDM"),
         ({"SGDMNG_12": 1.1}, "12 layers: SGDMNG better than SGDM"),
         ({"AdaGradNG_18": 1.1}, "18 layers: AdaGradNG better than AdaGrad"),
         ({"AdamNG_12": 1.1}, "12 layers: AdamNG better than Adam"),
