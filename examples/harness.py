@@ -136,6 +136,7 @@ def train_all(
         for i, run in enumerate(left):
             print(f"\n[{i + 1}/{len(left)}] {run}", flush=True)
             before = time.perf_counter()
+            keras.utils.clear_session()  # in Keras 3.10 its own generator stays
             keras.utils.set_random_seed(run.seed)
             history = train(run)
             now = time.perf_counter()
