@@ -31,12 +31,10 @@ class TinyDigits(tfds.core.GeneratorBasedBuilder):
     def _split_generators(self, manager):
         if self.url:
             manager.download(self.url)
-        return {"train": self._examples(40), "test": self._examples(20)}
+        splits = {"train": 40, "test": 20}
+        return {name: self._generate_examples(n) for name, n in splits.items()}
 
-    def _generate_examples(self):
-        raise NotImplementedError
-
-    def _examples(self, number):
+    def _generate_examples(self, number):
         for i in range(number):
             image = np.random.default_rng(i).integers(0, 256, (28, 28, 1), "uint8")
             yield i, {"image": image, "label": i % 10}
