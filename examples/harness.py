@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -113,6 +114,10 @@ class Run:
         name = f"{self.algorithm}_{settings}_seed={self.seed}"
         return out / self.experiment / (re.sub(r"[^\w=.,-]+", "-", name) + ".json")
 
+    def backup(self, out: pathlib.Path) -> pathlib.Path:
+        """The directory of the last whole epoch, while the run is not done."""
+        return self.path(out).with_suffix(".unfinished")
+
     def __str__(self) -> str:
         settings = ", ".join(f"{k} {v}" for k, v in self.settings.items())
         return f"{self.algorithm}: {settings}, seed {self.seed}"
@@ -135,12 +140,13 @@ def train_all(
     try:
         for i, run in enumerate(left):
             print(f"\n[{i + 1}/{len(left)}] {run}", flush=True)
-            before = time.perf_counter()
+            before = time.perf_counter() - _seconds(run.backup(out))
             keras.utils.clear_session()  # in Keras 3.10 its own generator stays
             keras.utils.set_random_seed(run.seed)
             history = train(run)
             now = time.perf_counter()
             write(run, history, now - before, out, provenance)
+            shutil.rmtree(run.backup(out), ignore_errors=True)
             rest = (now - started) / (i + 1) * (len(left) - i - 1)
             print(f"{now - before:.0f} s; left: about {rest / 60:.1f} min", flush=True)
     except KeyboardInterrupt:
@@ -149,6 +155,87 @@ def train_all(
         print("Give the same command again to go on.")
         sys.exit(130)
     return [read(run.path(out)) for run in runs]
+
+
+class Backup(keras.callbacks.Callback):
+    """Weights, optimizer state and history after each epoch, until the run is done.
+
+    `state.json` is replaced last and names the weights that belong to it, so that a
+    kill at any moment leaves one whole epoch. (Keras's `BackupAndRestore` keeps no
+    history, and overwrites its one file of weights.)
+    """
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.history: dict[str, list[float]] = {}
+        self.started = time.perf_counter()
+
+    def restore(self, model: keras.Model) -> int:
+        """Loads what there is, and returns how many epochs that is."""
+        state = self.folder / "state.json"
+        if not state.exists():
+            return 0
+        saved = read(state)
+        try:
+            model.optimizer.build(model.trainable_variables)
+            model.load_weights(self.folder / saved["weights"])
+        except Exception as error:
+            raise SystemExit(
+                f"{self.folder} cannot be loaded ({error!r:.300}). Delete it, and the "
+                "run starts from its first epoch."
+            ) from error
+        self.history = saved["history"]
+        self.started -= saved["seconds"]
+        print(f"{saved['epochs']} epochs are in {self.folder} already.", flush=True)
+        return saved["epochs"]
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        for name, value in (logs or {}).items():
+            self.history.setdefault(name, []).append(float(value))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        weights = f"{epoch + 1}.weights.h5"
+        self.model.save_weights(self.folder / weights)
+        state = {
+            "epochs": epoch + 1,
+            "weights": weights,
+            "history": self.history,
+            "seconds": time.perf_counter() - self.started,
+        }
+        write_text(self.folder / "state.json", json.dumps(state))
+        for old in self.folder.glob("*.weights.h5"):
+            if old.name != weights:
+                old.unlink()
+
+
+def fit(
+    run: Run,
+    model: keras.Model,
+    batches: Callable[[int], Any],
+    out: pathlib.Path,
+    **options: Any,
+) -> dict[str, list[float]]:
+    """`model.fit` that goes on after the last whole epoch, when it was stopped.
+
+    `batches(n)` are the training batches from epoch n on (0 is the first). They must
+    depend on the epoch and the seed alone, for a stopped run to end like another.
+    """
+    backup = Backup(run.backup(out))
+    first = backup.restore(model)
+    model.fit(
+        batches(first),
+        epochs=run.settings["epochs"],
+        initial_epoch=first,
+        callbacks=[backup],
+        verbose=verbosity(),
+        **options,
+    )
+    return backup.history
+
+
+def _seconds(backup: pathlib.Path) -> float:
+    state = backup / "state.json"
+    return read(state)["seconds"] if state.exists() else 0.0
 
 
 def write(
