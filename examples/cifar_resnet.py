@@ -1,34 +1,83 @@
-"""CIFAR-10 and CIFAR-100 with ResNets of 20 to 110 layers (section 4.2)."""
+"""CIFAR-10 and CIFAR-100 with ResNets of 20 to 110 layers (section 4.2).
+
+@@DOC@@
+
+"""
 
 from __future__ import annotations
 
+import argparse
 import pathlib
+import time
 from typing import Any
 
 import data
 import harness
 import keras
 import numpy as np
+import report
 import tensorflow as tf
 from harness import Result, Run
+from report import Claim, last, plus_minus
+
+from keras_bng import Adaptive, Clip
 
 EXPERIMENT = "cifar_resnet"
-ALGORITHMS = [
-    f"{base}{version}"
-    for base in ("SGDM", "Adam")
-    for version in ("", "CLIP", "NG", "NG_adap")
-]
-DEPTHS = (20, 32, 44, 56, 110)
+VERSIONS = ("", "CLIP", "NG", "NG_adap")
+ALGORITHMS = [f"{base}{version}" for base in ("SGDM", "Adam") for version in VERSIONS]
 BATCH = 128
-EPOCHS = 160
-RATES = {"SGDM": 0.1, "Adam": 0.001}
 L2 = 1e-4
+RATES = {"SGDM": 0.1, "Adam": 0.001}
+
+# The paper's protocol, what `--reduced` makes of it for two cores, and `--smoke`.
+PROTOCOLS = {
+    "paper": {"depth": [20], "epochs": 160, "images": 50_000, "seeds": 5},
+    "reduced": {"depth": [20], "epochs": 16, "images": 20_000, "seeds": 2},
+    "smoke": {"depth": [8], "epochs": 2, "images": 256, "seeds": 1},
+}
+
+# The values that the paper tried on 5,000 held-out examples, each with its algorithms.
+SEARCH = f"{EXPERIMENT}_search"
+SEARCHES = {
+    "rate": (["Adam"], (0.0005, 0.001, 0.005, 0.01)),
+    "clip": (["SGDMCLIP", "AdamCLIP"], (0.05, 0.1, 0.5, 1.0, 5.0)),
+    "alpha": (["SGDMNG_adap", "AdamNG_adap"], (0.01, 0.02, 0.05)),
+}
+HELD_OUT = 5_000
+
+SPEED = f"{EXPERIMENT}_speed"
+
+# Test error in percent: Tables 1 and 2.
+DEPTHS = (20, 32, 44, 56, 110)
+PAPER = {
+    10: {
+        "SGDM": "7.93±0.15 7.15±0.20 7.09±0.21 7.34±0.52 7.07±0.65",
+        "SGDMCLIP": "9.03±0.15 8.44±0.14 8.55±0.20 8.30±0.08 8.35±0.25",
+        "SGDMNG": "7.82±0.26 7.09±0.13 6.60±0.21 6.59±0.23 6.28±0.22",
+        "SGDMNG_adap": "7.71±0.18 6.90±0.11 6.43±0.03 6.19±0.11 5.87±0.10",
+        "Adam": "9.14±0.07 8.33±0.17 7.794±0.22 7.33±0.19 6.75±0.30",
+        "AdamCLIP": "10.18±0.16 9.18±0.06 8.89±0.14 9.24±0.19 9.96±0.29",
+        "AdamNG": "9.42±0.20 8.50±0.17 8.06±0.20 7.69±0.19 7.29±0.08",
+        "AdamNG_adap": "8.52±0.16 7.62±0.25 7.28±0.18 7.04±0.27 6.71±0.17",
+    },
+    100: {
+        "SGDM": "32.28±0.16 30.62±0.36 29.96±0.66 29.07±0.41 28.79±0.63",
+        "SGDMCLIP": "35.06±0.37 34.49±0.49 33.36±0.36 34.00±0.96 33.38±0.73",
+        "SGDMNG": "32.46±0.37 31.16±0.37 30.05±0.29 29.42±0.51 27.49±0.25",
+        "SGDMNG_adap": "31.43±0.35 29.56±0.25 28.92±0.28 28.48±0.19 26.72±0.39",
+        "Adam": "34.44±0.33 32.94±0.16 31.53±0.13 30.80±0.30 28.20±0.14",
+        "AdamCLIP": "38.10±0.48 35.78±0.20 35.41±0.19 35.62±0.39 39.10±0.35",
+        "AdamNG": "35.06±0.39 33.78±0.07 32.26±0.29 31.86±0.21 29.87±0.49",
+        "AdamNG_adap": "32.98±0.52 31.74±0.07 30.75±0.60 29.92±0.26 28.09±0.46",
+    },
+}
+
+
+EXPLANATION = "@@EXPLANATION@@"
 
 
 def build_model(depth: int, classes: int) -> keras.Model:
     """He et al.'s ResNet for CIFAR: `depth` = 6n + 2, shortcuts without parameters."""
-    if depth < 8 or depth % 6 != 2:
-        raise ValueError(f"`depth` must be 6n + 2, such as 20. Received: {depth}")
     inputs = keras.Input((32, 32, 3))
     x = keras.layers.ReLU()(conv_bn(inputs, 16))
     for channels in (16, 32, 64):
@@ -69,14 +118,12 @@ def training_batches(
         order = tf.random.experimental.stateless_shuffle(
             tf.range(len(labels)), [tf.cast(seed, tf.int64), epoch]
         )
-        return tf.data.Dataset.from_tensor_slices(order).batch(BATCH).enumerate().map(
-            lambda step, chosen: (epoch, step, chosen)
-        )
+        chosen = tf.data.Dataset.from_tensor_slices(order).batch(BATCH)
+        return chosen.enumerate(epoch * steps(len(labels)))
 
-    def batch(epoch: tf.Tensor, step: tf.Tensor, chosen: tf.Tensor) -> Any:
+    def batch(step: tf.Tensor, chosen: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         x = (tf.cast(tf.gather(images, chosen), tf.float32) - mean) / deviation
-        number = epoch * steps(len(labels)) + step
-        x = augment(x, tf.stack([tf.cast(seed, tf.int64), number]))
+        x = augment(x, tf.stack([tf.cast(seed, tf.int64), step]))
         return x, tf.gather(labels, chosen)
 
     return (
@@ -88,6 +135,7 @@ def training_batches(
 
 
 def steps(examples: int) -> int:
+    """How many batches an epoch has; the last one may be smaller."""
     return -(-examples // BATCH)
 
 
@@ -124,66 +172,374 @@ def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def schedule(rate: float, epochs: int, examples: int) -> Any:
-    """Times 0.1 after half of the epochs and after three quarters: at 80 and 120."""
+    """Times 0.1 after half and three quarters of the epochs: 80 and 120 of 160."""
     return keras.optimizers.schedules.PiecewiseConstantDecay(
         [steps(examples) * (epochs // 2), steps(examples) * (epochs * 3 // 4)],
         [rate, 0.1 * rate, 0.01 * rate],
     )
 
 
-def train(run: Run, images: data.Data, out: pathlib.Path) -> dict[str, list[float]]:
+def compiled_model(run: Run) -> keras.Model:
+    """The run's model, with its optimizer; on all GPUs, where there are several."""
     settings = run.settings
-    x, y = (part[: settings["images"]] for part in images.train)
-    model = build_model(settings["depth"], settings["classes"])
-    rate = schedule(settings["rate"], settings["epochs"], len(y))
-    model.compile(
-        optimizer=harness.optimizer(run.algorithm, rate, l2=L2),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        jit_compile=False,
-    )
+    options: dict[str, Any] = {"l2": L2}
+    if "clip" in settings:
+        options |= {"rule": Clip(settings["clip"]), "blocks": settings["blocks"]}
+    if "alpha" in settings:
+        options["rule"] = Adaptive(settings["alpha"])
+    rate = schedule(settings["rate"], settings["epochs"], settings["images"])
+    with harness.strategy().scope():
+        model = build_model(settings["depth"], settings["classes"])
+        model.compile(
+            optimizer=harness.optimizer(run.algorithm, rate, **options),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+            jit_compile=settings.get("xla", False),
+        )
+    return model
+
+
+def train(run: Run, images: data.Data, out: pathlib.Path) -> dict[str, list[float]]:
+    x, y = images.train
+    epochs = run.settings["epochs"]
     return harness.fit(
         run,
-        model,
-        lambda first: training_batches(x, y, run.seed, first, settings["epochs"]),
+        compiled_model(run),
+        lambda first: training_batches(x, y, run.seed, first, epochs),
         out,
         steps_per_epoch=steps(len(y)),
         validation_data=test_batches(x, *images.test),
     )
 
 
-def settings(algorithm: str, options: Any, images: data.Data) -> dict[str, Any]:
-    base = next(name for name in RATES if algorithm.startswith(name))
-    found = {
-        "depth": options.depth,
-        "classes": options.classes,
-        "rate": RATES[base],
-        "epochs": options.epochs,
-        "images": options.images,
-        "data": images.kind,
-    }
-    if algorithm.endswith("CLIP"):
-        found |= {"clip": 0.1, "blocks": "layer"}
-    if algorithm.endswith("adap"):
-        found |= {"alpha": 0.02}
-    return found
+def train_all(
+    experiment: str,
+    options: argparse.Namespace,
+    images: data.Data,
+    variants: list[tuple[str, dict[str, Any]]],
+) -> list[Result]:
+    """Trains (algorithm, settings that differ), at every depth, with every seed."""
+    number = min(options.images, len(images.train[1]))
+    images = data.first(images, number)
 
+    def settings(algorithm: str, depth: int, others: dict[str, Any]) -> dict[str, Any]:
+        base, version = report.family(algorithm)
+        found = {
+            "depth": depth,
+            "classes": options.classes,
+            "rate": options.adam_rate if base == "Adam" else RATES[base],
+            "epochs": options.epochs,
+            "images": number,
+            "data": images.kind,
+        }
+        if version == "CLIP":
+            found |= {"clip": options.clip, "blocks": options.clip_blocks}
+        if version == "NG_adap":
+            found |= {"alpha": options.alpha}
+        return found | harness.accelerators(options) | others
 
-def main(arguments: Any = None) -> list[Result]:
-    parser = harness.parser(__doc__, ALGORITHMS)
-    parser.add_argument("--depth", type=int, default=20, choices=DEPTHS)
-    parser.add_argument("--classes", type=int, default=10, choices=(10, 100))
-    parser.add_argument("--images", type=int)
-    options = harness.parse(parser, arguments)
-    images = data.cifar(options.classes, options.data, options.data_dir)
     runs = [
-        Run(EXPERIMENT, name, settings(name, options, images), seed)
+        Run(experiment, algorithm, settings(algorithm, depth, others), seed)
         for seed in range(options.seeds)
-        for name in options.algorithms or ALGORITHMS
+        for depth in options.depth
+        for algorithm, others in variants
     ]
     return harness.train_all(
         runs, lambda run: train(run, images, options.out), options.out, images.label
     )
+
+
+def search(options: argparse.Namespace, images: data.Data) -> list[Result]:
+    """The paper's values of one setting, judged on held-out training examples."""
+    known, values = SEARCHES[options.search]
+    images = data.held_out(images, min(HELD_OUT, len(images.train[1]) // 10))
+    algorithms = [name for name in known if name in options.algorithms]
+    variants = [(a, {options.search: value}) for a in algorithms for value in values]
+    results = train_all(SEARCH, options, images, variants)
+    rows = []
+    for depth in options.depth:
+        for name in algorithms:
+            errors = [
+                last(results, name, "val_error", depth=depth, **{options.search: value})
+                for value in values
+            ]
+            best = int(np.argmin([error.mean() for error in errors]))
+            cells = [plus_minus(error, 2) for error in errors]
+            cells[best] = f"**{cells[best]}**"
+            rows.append([name, str(depth), *cells])
+    header = ["algorithm", "depth", *(f"{options.search} {v:g}" for v in values)]
+    print("\nError in percent on held-out training examples:\n")
+    print(report.table(header, rows))
+    print(f"\n{protocol(results)}. {report.what_was_run(results)}")
+    return results
+
+
+def speed(options: argparse.Namespace, images: data.Data) -> list[Result]:
+    """Milliseconds of a batch: the input alone, and a training step without it."""
+    images = data.first(images, min(options.images, len(images.train[1])))
+    x, y = images.train
+
+    def measure(run: Run) -> dict[str, list[float]]:
+        model = compiled_model(run)
+        batches = iter(training_batches(x, y, run.seed, 0, 1_000))
+        fixed = next(batches)
+        once = tf.data.Dataset.from_tensors(fixed).repeat()
+        model.fit(once, steps_per_epoch=2, verbose=0)
+        history: dict[str, list[float]] = {"input": [], "step": []}
+        for _ in range(3 if options.smoke else 20):  # by turns: both see the same noise
+            before = time.perf_counter()
+            for _ in range(5):
+                next(batches)
+            between = time.perf_counter()
+            model.fit(once, steps_per_epoch=5, verbose=0)
+            history["input"].append(200 * (between - before))
+            history["step"].append(200 * (time.perf_counter() - between))
+        return history
+
+    runs = [
+        Run(
+            SPEED,
+            "SGDMNG",
+            {
+                "depth": depth,
+                "classes": options.classes,
+                "rate": RATES["SGDM"],
+                "epochs": options.epochs,
+                "images": len(y),
+                "data": images.kind,
+                **harness.accelerators(options),
+            },
+            seed=0,
+        )
+        for depth in options.depth
+    ]
+    results = harness.train_all(runs, measure, options.out, images.label)
+    print("\n" + speed_text(results))
+    return results
+
+
+def speed_text(results: list[Result]) -> str:
+    lines = []
+    for result in results:
+        ms = {name: np.median(values) for name, values in result["history"].items()}
+        lines.append(
+            f"ResNet-{result['settings']['depth']}, a batch of {BATCH}: input "
+            f"{ms['input']:.1f} ms, training step {ms['step']:.0f} ms, "
+            f"{ms['step'] / ms['input']:.0f} times as long (medians)."
+        )
+    return "\n".join([*lines, report.what_was_run(results)])
+
+
+def protocol(results: list[Result]) -> str:
+    """`the paper's protocol`, or in which ways it was reduced."""
+    paper = PROTOCOLS["paper"]
+    settings = results[0]["settings"]
+    seeds = len({result["seed"] for result in results})
+    less = [
+        f"{settings['epochs']} of {paper['epochs']} epochs",
+        f"{settings['images']:,} of {paper['images']:,} training images",
+        f"{seeds} of {paper['seeds']} seeds",
+    ]
+    full = (
+        settings["epochs"] >= paper["epochs"],
+        settings["images"] >= paper["images"] and settings["data"] == "full",
+        seeds >= paper["seeds"],
+    )
+    less = [text for text, whole in zip(less, full) if not whole]
+    return f"REDUCED protocol: {', '.join(less)}" if less else "the paper's protocol"
+
+
+def qualifier(results: list[Result]) -> str:
+    """The word that goes with every number which is not of the paper's protocol."""
+    if results[0]["settings"]["data"] != "full":
+        return "smoke run: "
+    return "reduced: " if protocol(results).startswith("REDUCED") else ""
+
+
+def results_table(results: list[Result]) -> str:
+    settings = results[0]["settings"]
+    word = qualifier(results)
+    rows = []
+    for depth in distinct(results, "depth"):
+        for name in dict.fromkeys(result["algorithm"] for result in results):
+            found = report.matching(results, name, depth=depth)
+            loss, test = (
+                word + plus_minus(report.histories(found, metric)[:, -1], digits)
+                for metric, digits in (("loss", 3), ("val_error", 2))
+            )
+            paper = "-"
+            if depth in DEPTHS and settings["data"] == "full":
+                paper = PAPER[settings["classes"]][name].split()[DEPTHS.index(depth)]
+            rows.append(
+                [f"ResNet-{depth}", name, loss, test, paper.replace("±", " ± ")]
+            )
+    return report.table(
+        ["model", "algorithm", "train loss", "test error, %", "the paper's, %"], rows
+    )
+
+
+def distinct(results: list[Result], setting: str) -> list[Any]:
+    return list(dict.fromkeys(result["settings"][setting] for result in results))
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """What section 4.2 says, checked at one depth: each is a mean over seeds."""
+    errors = {a: float(last(results, a, "val_error").mean()) for a in ALGORITHMS}
+    losses = {
+        a: float(report.histories(report.matching(results, a), "loss").mean())
+        for a in ALGORITHMS
+    }
+
+    word = qualifier(results)
+
+    def measured(names: list[str], values: dict[str, float] = errors) -> str:
+        what = "test error, %" if values is errors else "train loss, mean of all epochs"
+        numbers = ", ".join(f"{name} {values[name]:.3g}" for name in names)
+        return f"{word}{what}: {numbers}"
+
+    found = []
+    for base in RATES:
+        names = [f"{base}{version}" for version in VERSIONS]
+        plain, clip, ng, adap = names
+        found += [
+            Claim(
+                f"{adap} has the lowest test error of the {base} versions",
+                min(names, key=errors.__getitem__) == adap,
+                measured(names),
+            ),
+            Claim(
+                f"{clip} has the highest",
+                max(names, key=errors.__getitem__) == clip,
+                measured(names),
+            ),
+            Claim(
+                f"{ng} is the fastest in training",
+                min(names, key=losses.__getitem__) == ng,
+                measured(names, losses),
+            ),
+        ]
+    pairs = [(f"SGDM{version}", f"Adam{version}") for version in VERSIONS]
+    found += [
+        Claim(
+            "SGD with momentum is ahead of Adam in every version",
+            all(errors[a] < errors[b] for a, b in pairs),
+            measured([name for pair in pairs for name in pair]),
+        ),
+        Claim(
+            "SGDMNG is better than SGDM",
+            errors["SGDMNG"] < errors["SGDM"],
+            measured(["SGDMNG", "SGDM"]),
+        ),
+        Claim(
+            "Adam is slightly better than AdamNG",
+            errors["Adam"] < errors["AdamNG"],
+            measured(["Adam", "AdamNG"]),
+        ),
+    ]
+    return found
+
+
+def write_report(results: list[Result], out: pathlib.Path) -> None:
+    settings = results[0]["settings"]
+    what = {
+        "full": f"CIFAR-{settings['classes']}",
+        "part": f"SMOKE RUN on a part of CIFAR-{settings['classes']}",
+        "sample": "SMOKE RUN on coloured digits",
+    }[settings["data"]]
+    title = f"{what}, {protocol(results)}"
+    name = f"{EXPERIMENT}_{settings['classes']}"
+    depths = distinct(results, "depth")
+    panels = [
+        (f"ResNet-{depth}, {base}", {"depth": depth, "rate": rate})
+        for depth in depths
+        for base, rate in distinct_rates(results).items()
+    ]
+    metrics = [("loss", "train loss"), ("val_error", "test error, %")]
+    report.curves(results, panels, out / f"{name}.png", metrics, title)
+    parts = [
+        results_table(results),
+        f"After the last epoch. {protocol(results)}; the paper's numbers are of 160 "
+        f"epochs, 50,000 images and 5 seeds. {report.what_was_run(results)}",
+    ]
+    if settings["data"] == "full":
+        for depth in depths:
+            found = [r for r in results if r["settings"]["depth"] == depth]
+            if {result["algorithm"] for result in found} == {*ALGORITHMS}:
+                parts += [
+                    f"What the paper says, at ResNet-{depth}, mean over seeds:",
+                    report.claims_table(claims(found)),
+                ]
+        parts.append(EXPLANATION)
+        measured = harness.read_all(out, SPEED)
+        if measured:
+            parts += ["Is the input fast enough?", speed_text(measured)]
+    report.section(out, name, f"{title} (section 4.2)", parts)
+
+
+def distinct_rates(results: list[Result]) -> dict[str, float]:
+    return {
+        report.family(result["algorithm"])[0]: result["settings"]["rate"]
+        for result in results
+    }
+
+
+def main(arguments: Any = None) -> list[Result]:
+    parser = harness.parser(__doc__, ALGORITHMS)
+    parser.add_argument(
+        "--depth", type=int, nargs="+", help="6n + 2; the paper's: 20 32 44 56 110"
+    )
+    parser.add_argument("--classes", type=int, default=10, choices=(10, 100))
+    parser.add_argument("--images", type=int, help="train on the first N of them")
+    parser.add_argument("--adam-rate", type=float, default=RATES["Adam"])
+    parser.add_argument("--clip", type=float, default=0.1, help="the threshold")
+    parser.add_argument(
+        "--clip-blocks",
+        choices=["layer", "model"],
+        default="layer",
+        help="clip the norm of each layer's gradient, or of the whole gradient",
+    )
+    parser.add_argument("--alpha", type=float, default=0.02, help="of NG_adap")
+    harness.add_accelerators(parser)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--reduced", action="store_true", help="what was run for RESULTS.md: see above"
+    )
+    mode.add_argument(
+        "--search",
+        choices=list(SEARCHES),
+        help="the paper's values of one setting, on held-out training examples; "
+        "it did so with --depth 56",
+    )
+    mode.add_argument(
+        "--speed", action="store_true", help="time the input against the training step"
+    )
+    options = harness.parse(parser, arguments)
+    options.algorithms = options.algorithms or ALGORITHMS
+    if options.search and not {*options.algorithms} & {*SEARCHES[options.search][0]}:
+        parser.error(
+            f"--search {options.search} is for {SEARCHES[options.search][0]}. "
+            f"Received: {options.algorithms}"
+        )
+    name = "smoke" if options.smoke else "reduced" if options.reduced else "paper"
+    for flag, value in PROTOCOLS[name].items():
+        if getattr(options, flag) is None:
+            setattr(options, flag, value)
+    for depth in options.depth:
+        if depth < 8 or depth % 6 != 2:
+            parser.error(
+                f"--depth must be 6n + 2, such as 20 or 110. Received: {depth}"
+            )
+    if options.images < 1:
+        parser.error(f"--images must be 1 or more. Received: {options.images}")
+    images = data.cifar(options.classes, options.data, options.data_dir)
+    if options.search:
+        return search(options, images)
+    if options.speed:
+        return speed(options, images)
+    variants = [(algorithm, {}) for algorithm in options.algorithms]
+    results = train_all(EXPERIMENT, options, images, variants)
+    write_report(results, options.out)
+    return results
 
 
 if __name__ == "__main__":

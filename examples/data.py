@@ -134,6 +134,15 @@ def cifar_sample(classes: int) -> Data:
     return Data((images[train], y[train]), (images[test], y[test]), "sample", label)
 
 
+def first(data: Data, examples: int) -> Data:
+    """`data` with only so many training examples."""
+    x, y = data.train
+    if examples >= len(y):
+        return data
+    label = f"{data.label}; the first {examples:,} of the training examples"
+    return dataclasses.replace(data, train=(x[:examples], y[:examples]), label=label)
+
+
 def held_out(data: Data, examples: int, seed: int = 0) -> Data:
     """`data` with a part of its training examples in place of the test examples."""
     x, y = data.train

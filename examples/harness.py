@@ -81,6 +81,35 @@ def parser(doc: str, algorithms: Sequence[str]) -> argparse.ArgumentParser:
     return made
 
 
+def add_accelerators(made: argparse.ArgumentParser) -> None:
+    """The flags of the long experiments, for those who have a GPU."""
+    made.add_argument(
+        "--precision",
+        choices=["float32", "mixed_float16", "mixed_bfloat16"],
+        default="float32",
+    )
+    made.add_argument("--xla", action="store_true", help="compile the training step")
+
+
+def accelerators(options: argparse.Namespace) -> dict[str, Any]:
+    """What of these flags belongs to a run's settings: what is not the default."""
+    chosen: dict[str, Any] = {}
+    if options.precision != "float32":
+        chosen["precision"] = options.precision
+    if options.xla:
+        chosen["xla"] = True
+    return chosen
+
+
+def strategy() -> Any:
+    """All GPUs, where there are several: `with strategy().scope(): build, compile`."""
+    import tensorflow as tf
+
+    if len(tf.config.list_logical_devices("GPU")) > 1:
+        return tf.distribute.MirroredStrategy()
+    return tf.distribute.get_strategy()
+
+
 def parse(made: argparse.ArgumentParser, arguments: Any = None) -> argparse.Namespace:
     """Parses and checks; bad flags end with exit code 2 and a message."""
     options = made.parse_args(arguments)
@@ -143,6 +172,8 @@ def train_all(
             before = time.perf_counter() - _seconds(run.backup(out))
             keras.utils.clear_session()  # in Keras 3.10 its own generator stays
             keras.utils.set_random_seed(run.seed)
+            precision = run.settings.get("precision", "float32")
+            keras.config.set_dtype_policy(precision)
             history = train(run)
             now = time.perf_counter()
             write(run, history, now - before, out, provenance)
@@ -227,6 +258,7 @@ def fit(
         epochs=run.settings["epochs"],
         initial_epoch=first,
         callbacks=[backup],
+        shuffle=False,
         verbose=verbosity(),
         **options,
     )

@@ -60,7 +60,9 @@ def matching(
 
 
 def histories(results: Sequence[Result], metric: str) -> np.ndarray:
-    """One row a seed, one column an epoch."""
+    """One row a seed, one column an epoch. An error is 1 - accuracy, in percent."""
+    if metric.endswith("error"):
+        return 100 * (1 - histories(results, metric.replace("error", "accuracy")))
     return np.array([result["history"][metric] for result in results])
 
 
@@ -156,7 +158,11 @@ def curves(
             if column == 0:
                 ax.set_ylabel(label)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    if set(labels) == set(algorithms):
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    else:  # a panel has algorithms of its own
+        for ax in axes[0]:
+            ax.legend(fontsize="small")
     if title:
         figure.suptitle(title, fontsize="medium")
     save(figure, path)
