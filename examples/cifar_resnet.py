@@ -400,7 +400,7 @@ def claims(results: list[Result]) -> list[Claim]:
     found = []
     for base in RATES:
         names = [f"{base}{version}" for version in VERSIONS]
-        plain, clip, ng, adap = names
+        _, clip, ng, adap = names
         found += [
             Claim(
                 f"{adap} has the lowest test error of the {base} versions",

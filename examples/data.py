@@ -22,6 +22,20 @@ class Data:
     label: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Examples that are read while they are used, images as the bytes of their files.
+
+    `train(seed)` and `test()` are `tf.data` datasets of `sizes` examples.
+    """
+
+    train: Callable[[int], Any]
+    test: Callable[[], Any]
+    sizes: tuple[int, int]
+    kind: str
+    label: str
+
+
 def load(
     name: str, sample: Callable[[], Data], choice: str, data_dir: str | None
 ) -> tuple[list[Arrays], str] | Data:
@@ -132,6 +146,54 @@ def cifar_sample(classes: int) -> Data:
     label = f"SAMPLE in place of CIFAR-{classes} (coloured digits), 4,000 + 1,000"
     train, test = slice(None, 4000), slice(4000, None)
     return Data((images[train], y[train]), (images[test], y[test]), "sample", label)
+
+
+def imagenet(choice: str, data_dir: str | None, examples: int = 8) -> Stream:
+    """ImageNet 2012. The sample is noise in its shape, `examples` to train and test."""
+    import tensorflow_datasets as tfds
+
+    builder = tfds.builder("imagenet2012", data_dir=data_dir)
+    splits = ("train", "validation")
+
+    def dataset(split: str, seed: int | None = None) -> Any:
+        return builder.as_dataset(
+            split=split,
+            as_supervised=True,
+            shuffle_files=seed is not None,
+            read_config=tfds.ReadConfig(shuffle_seed=seed),
+            decoders={"image": tfds.decode.SkipDecoding()},
+        )
+
+    def mocked(split: str, seed: int | None = None) -> Any:
+        logging.getLogger("absl").setLevel(logging.ERROR)  # of its deprecations
+        with tfds.testing.mock_data(num_examples=examples):
+            return dataset(split, seed)
+
+    if choice == "sample":
+        read, kind, sizes = mocked, "sample", (examples, examples)
+        label = f"MOCK (noise in the shape of ImageNet), {examples} + {examples}"
+    else:
+        try:
+            builder.download_and_prepare()  # nothing to do, if it is there
+        except Exception as error:
+            raise SystemExit(
+                f"ImageNet is not in {builder.data_path}, and TFDS cannot download it "
+                f"for you:\n\n{error}\n\nThen give the same command again. Allowed: "
+                "--data-dir (or TFDS_DATA_DIR) with a TFDS directory that holds it or "
+                "those files, or --smoke to see the script work on noise."
+            ) from error
+        read, kind = dataset, "full"
+        sizes = tuple(builder.info.splits[split].num_examples for split in splits)
+        label = f"ImageNet ({builder.info.full_name}), {sizes[0]:,} + {sizes[1]:,}"
+    return Stream(
+        train=lambda seed: read(splits[0], seed).shuffle(
+            min(10_000, sizes[0]), seed=seed
+        ),
+        test=lambda: read(splits[1]),
+        sizes=sizes,
+        kind=kind,
+        label=label,
+    )
 
 
 def first(data: Data, examples: int) -> Data:

@@ -252,16 +252,17 @@ def fit(
     depend on the epoch and the seed alone, for a stopped run to end like another.
     """
     backup = Backup(run.backup(out))
-    first = backup.restore(model)
-    model.fit(
-        batches(first),
-        epochs=run.settings["epochs"],
-        initial_epoch=first,
-        callbacks=[backup],
-        shuffle=False,
-        verbose=verbosity(),
-        **options,
-    )
+    first, epochs = backup.restore(model), run.settings["epochs"]
+    if first < epochs:
+        model.fit(
+            batches(first),
+            epochs=epochs,
+            initial_epoch=first,
+            callbacks=[backup],
+            shuffle=False,
+            verbose=verbosity(),
+            **options,
+        )
     return backup.history
 
 
