@@ -114,29 +114,16 @@ def training_batches(
     mean, deviation = channel_statistics(images)
     images, labels = tf.constant(images), tf.constant(labels)
 
-    def shuffled(epoch: tf.Tensor) -> tf.data.Dataset:
-        order = tf.random.experimental.stateless_shuffle(
-            tf.range(len(labels)), [tf.cast(seed, tf.int64), epoch]
-        )
-        chosen = tf.data.Dataset.from_tensor_slices(order).batch(BATCH)
-        return chosen.enumerate(epoch * steps(len(labels)))
-
     def batch(step: tf.Tensor, chosen: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         x = (tf.cast(tf.gather(images, chosen), tf.float32) - mean) / deviation
         x = augment(x, tf.stack([tf.cast(seed, tf.int64), step]))
         return x, tf.gather(labels, chosen)
 
     return (
-        tf.data.Dataset.range(first, epochs)
-        .flat_map(shuffled)
+        data.shuffled(len(labels), BATCH, seed, first, epochs)
         .map(batch, num_parallel_calls=tf.data.AUTOTUNE)
         .prefetch(tf.data.AUTOTUNE)
     )
-
-
-def steps(examples: int) -> int:
-    """How many batches an epoch has; the last one may be smaller."""
-    return -(-examples // BATCH)
 
 
 def augment(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -173,8 +160,9 @@ def channel_statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def schedule(rate: float, epochs: int, examples: int) -> Any:
     """Times 0.1 after half and three quarters of the epochs: 80 and 120 of 160."""
+    steps = data.steps(examples, BATCH)
     return keras.optimizers.schedules.PiecewiseConstantDecay(
-        [steps(examples) * (epochs // 2), steps(examples) * (epochs * 3 // 4)],
+        [steps * (epochs // 2), steps * (epochs * 3 // 4)],
         [rate, 0.1 * rate, 0.01 * rate],
     )
 
@@ -207,7 +195,7 @@ def train(run: Run, images: data.Data, out: pathlib.Path) -> dict[str, list[floa
         compiled_model(run),
         lambda first: training_batches(x, y, run.seed, first, epochs),
         out,
-        steps_per_epoch=steps(len(y)),
+        steps_per_epoch=data.steps(len(y), BATCH),
         validation_data=test_batches(x, *images.test),
     )
 
@@ -284,14 +272,14 @@ def speed(options: argparse.Namespace, images: data.Data) -> list[Result]:
         batches = iter(training_batches(x, y, run.seed, 0, 1_000))
         fixed = next(batches)
         once = tf.data.Dataset.from_tensors(fixed).repeat()
-        model.fit(once, steps_per_epoch=2, verbose=0)
+        model.fit(once, steps_per_epoch=2, shuffle=False, verbose=0)
         history: dict[str, list[float]] = {"input": [], "step": []}
         for _ in range(3 if options.smoke else 20):  # by turns: both see the same noise
             before = time.perf_counter()
             for _ in range(5):
                 next(batches)
             between = time.perf_counter()
-            model.fit(once, steps_per_epoch=5, verbose=0)
+            model.fit(once, steps_per_epoch=5, shuffle=False, verbose=0)
             history["input"].append(200 * (between - before))
             history["step"].append(200 * (time.perf_counter() - between))
         return history

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,14 @@ class Stream:
 
 
 def load(
-    name: str, sample: Callable[[], Data], choice: str, data_dir: str | None
-) -> tuple[list[Arrays], str] | Data:
-    """The splits "train" and "test" of a TFDS data set and its version, or `sample()`.
+    name: str,
+    sample: Callable[[], Any],
+    choice: str,
+    data_dir: str | None,
+    splits: Sequence[str] = ("train", "test"),
+    supervised: bool = True,
+) -> tuple[list[Any], str] | Any:
+    """The splits of a TFDS data set and its version, or what `sample()` returns.
 
     With `auto`: what is prepared on disk, else a download, else the sample, loudly.
     """
@@ -64,17 +69,16 @@ def load(
             ) from error
         print(f"\n*** No {name} ({error!r:.60}): using a SAMPLE in its place. ***\n")
         return sample()
-    return [
-        _arrays(builder, split) for split in ("train", "test")
-    ], builder.info.full_name
+    arrays = [_arrays(builder, split, supervised) for split in splits]
+    return arrays, builder.info.full_name
 
 
-def _arrays(builder: Any, split: str) -> Arrays:
+def _arrays(builder: Any, split: str, supervised: bool) -> Any:
     import tensorflow_datasets as tfds
 
     try:  # TFDS checks records and their number
         return tfds.as_numpy(
-            builder.as_dataset(split=split, batch_size=-1, as_supervised=True)
+            builder.as_dataset(split=split, batch_size=-1, as_supervised=supervised)
         )
     except Exception as error:
         raise SystemExit(
@@ -194,6 +198,107 @@ def imagenet(choice: str, data_dir: str | None, examples: int = 8) -> Stream:
         kind=kind,
         label=label,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Running text as arrays of words, in order."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    kind: str
+    label: str
+
+
+def penn_treebank(choice: str, data_dir: str | None) -> Corpus:
+    """News of 10,000 words; every sentence ends with `<eos>`."""
+    from builders.penn_treebank import penn_treebank_dataset_builder  # noqa: F401
+
+    splits = ("train", "validation", "test")
+    loaded = load("penn_treebank", text_sample, choice, data_dir, splits, False)
+    if isinstance(loaded, Corpus):
+        return loaded
+    found, version = loaded
+    words = [np.array(b" ".join(x["text"]).decode().split()) for x in found]
+    sizes = " + ".join(f"{len(part):,}" for part in words)
+    return Corpus(*words, "full", f"Penn Treebank ({version}), {sizes} tokens")
+
+
+def text_sample() -> Corpus:
+    """Sentences by a small grammar, in which each word depends on those before it."""
+    random = np.random.default_rng(0)
+    subjects, verbs, objects, times = (
+        [f"{kind}{i}" for i in range(number)]
+        for kind, number in (("noun", 60), ("verb", 20), ("thing", 60), ("day", 7))
+    )
+
+    def sentence() -> list[str]:
+        i = int(60 * random.beta(1, 3))
+        verb = verbs[(i + random.integers(0, 3)) % 20]
+        thing = objects[(3 * i + random.integers(0, 4)) % 60]
+        when = ["on", times[i % 7]] if random.random() < 0.5 else []
+        return ["the", subjects[i], verb, "a", thing, *when, "<eos>"]
+
+    def text(sentences: int) -> np.ndarray:
+        return np.array([word for _ in range(sentences) for word in sentence()])
+
+    words = [text(sentences) for sentences in (3000, 600, 600)]
+    sizes = " + ".join(f"{len(part):,}" for part in words)
+    return Corpus(*words, "sample", f"SAMPLE (a small grammar), {sizes} tokens")
+
+
+def rotten_tomatoes(choice: str, data_dir: str | None) -> Data:
+    """Sentences of film reviews; positive is 1."""
+    from builders.rotten_tomatoes import rotten_tomatoes_dataset_builder  # noqa: F401
+
+    splits = ("train", "validation")
+    loaded = load("rotten_tomatoes", review_sample, choice, data_dir, splits)
+    if isinstance(loaded, Data):
+        return loaded
+    found, version = loaded
+    train, test = ((np.array([t.decode() for t in x]), y) for x, y in found)
+    label = f"Rotten Tomatoes ({version}), {len(train[1]):,} + {len(test[1]):,}"
+    return Data(train, test, "full", label)
+
+
+def review_sample() -> Data:
+    """Made-up sentences: two words tell which they are, one tells the contrary."""
+    random = np.random.default_rng(0)
+    y = random.integers(0, 2, 1200)
+    telling = np.array([[f"{k}{i}" for i in range(40)] for k in ("bad", "good")])
+    plain = np.array([f"word{i}" for i in range(400)])
+    sentences = []
+    for label in y:
+        words = random.choice(plain, random.integers(5, 20))
+        words = [*words, *random.choice(telling[label], 2)]
+        words.append(random.choice(telling[1 - label]))
+        sentences.append(" ".join(random.permutation(words)))
+    x = np.array(sentences)
+    label = "SAMPLE (made-up sentences), 1,000 + 200"
+    return Data((x[:1000], y[:1000]), (x[1000:], y[1000:]), "sample", label)
+
+
+def shuffled(examples: int, batch: int, seed: int, first: int, epochs: int) -> Any:
+    """A `tf.data` dataset of (step, indices of a batch), from epoch `first` on.
+
+    Seed and epoch alone decide an epoch's order, so that training can resume in it.
+    """
+    import tensorflow as tf
+
+    def epoch_order(epoch: tf.Tensor) -> tf.data.Dataset:
+        order = tf.random.experimental.stateless_shuffle(
+            tf.range(examples), [tf.cast(seed, tf.int64), epoch]
+        )
+        chosen = tf.data.Dataset.from_tensor_slices(order).batch(batch)
+        return chosen.enumerate(epoch * steps(examples, batch))
+
+    return tf.data.Dataset.range(first, epochs).flat_map(epoch_order)
+
+
+def steps(examples: int, batch: int) -> int:
+    """How many batches an epoch has; the last one may be smaller."""
+    return -(-examples // batch)
 
 
 def first(data: Data, examples: int) -> Data:

@@ -189,7 +189,9 @@ def train_all(
 
 
 class Backup(keras.callbacks.Callback):
-    """Weights, optimizer state and history after each epoch, until the run is done.
+    """All that a run needs to go on after each epoch, until it is done: weights,
+    optimizer state, history, and the states of random generators (dropout's), which
+    are not among the weights.
 
     `state.json` is replaced last and names the weights that belong to it, so that a
     kill at any moment leaves one whole epoch. (Keras's `BackupAndRestore` keeps no
@@ -211,6 +213,8 @@ class Backup(keras.callbacks.Callback):
         try:
             model.optimizer.build(model.trainable_variables)
             model.load_weights(self.folder / saved["weights"])
+            for generator, state in zip(_generators(model), saved["random"]):
+                generator.assign(state)
         except Exception as error:
             raise SystemExit(
                 f"{self.folder} cannot be loaded ({error!r:.300}). Delete it, and the "
@@ -231,6 +235,9 @@ class Backup(keras.callbacks.Callback):
             "epochs": epoch + 1,
             "weights": weights,
             "history": self.history,
+            "random": [
+                generator.numpy().tolist() for generator in _generators(self.model)
+            ],
             "seconds": time.perf_counter() - self.started,
         }
         write_text(self.folder / "state.json", json.dumps(state))
@@ -239,11 +246,17 @@ class Backup(keras.callbacks.Callback):
                 old.unlink()
 
 
+def _generators(model: keras.Model) -> list[Any]:
+    """The states of a model's `keras.random.SeedGenerator`s."""
+    return [v for v in model.variables if v.path.endswith("seed_generator_state")]
+
+
 def fit(
     run: Run,
     model: keras.Model,
     batches: Callable[[int], Any],
     out: pathlib.Path,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
     **options: Any,
 ) -> dict[str, list[float]]:
     """`model.fit` that goes on after the last whole epoch, when it was stopped.
@@ -258,7 +271,7 @@ def fit(
             batches(first),
             epochs=epochs,
             initial_epoch=first,
-            callbacks=[backup],
+            callbacks=[*callbacks, backup],
             shuffle=False,
             verbose=verbosity(),
             **options,

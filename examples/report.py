@@ -60,7 +60,12 @@ def matching(
 
 
 def histories(results: Sequence[Result], metric: str) -> np.ndarray:
-    """One row a seed, one column an epoch. An error is 1 - accuracy, in percent."""
+    """One row a seed, one column an epoch.
+
+    Of `accuracy`, `error` is made, in percent; of `perplexity`, `log_perplexity`.
+    """
+    if "log_" in metric:
+        return np.log(histories(results, metric.replace("log_", "")))
     if metric.endswith("error"):
         return 100 * (1 - histories(results, metric.replace("error", "accuracy")))
     return np.array([result["history"][metric] for result in results])

@@ -101,7 +101,7 @@ def block_factors(
     rule: Any,
 ) -> Factors:
     """The factor of each block, with blocks given by position in `gradients`."""
-    raw = [_as_tensor(g) for g in gradients]
+    raw = [_with_shape(_as_tensor(g), w) for g, w in zip(gradients, weights)]
     members = [[i for i in block if raw[i] is not None] for block in members]
     dtype = _norm_dtype(raw)
     entries = [None if g is None else _entries(g) for g in raw]
@@ -231,6 +231,17 @@ def with_values(sparse: Any, values: Any, indices: Any = None) -> Any:
     """The same `IndexedSlices` with other values."""
     indices = sparse.indices if indices is None else indices
     return type(sparse)(values, indices, sparse.dense_shape)
+
+
+def _with_shape(gradient: Any, weight: Any) -> Any:
+    """A gradient out of a loop, such as an LSTM's, may have forgotten its shape."""
+    if keras.backend.backend() != "tensorflow" or gradient is None:
+        return gradient
+    if is_sparse(gradient) or gradient.shape.is_fully_defined():
+        return gradient
+    import tensorflow as tf
+
+    return tf.ensure_shape(gradient, weight.shape)
 
 
 def _as_tensor(gradient: Any) -> Any:

@@ -231,3 +231,45 @@ def test_100_steps_beside_the_reference_compiled_by_xla(rng):
         twin.step([np.float32(g) for g in gradients])
     for ours, theirs in zip(arrays(variables), twin.weights):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("shape", [None, (None, None)])
+@pytest.mark.parametrize("cls", [SGDNG, AdamNG])
+def test_gradients_that_do_not_know_their_shape(cls, shape, jit_compile):
+    """Loops forget shapes: `fit` with a stateful LSTM met this."""
+    large = np.random.default_rng(0).normal(size=(600, 700)).astype("float32")
+    w = keras.Variable(np.ones_like(large))
+    expected = keras.Variable(np.ones_like(large))
+    optimizer, other = cls(0.1), cls(0.1)
+    optimizer.build([w])
+
+    @tf.function(
+        input_signature=[tf.TensorSpec(shape, "float32")], jit_compile=jit_compile
+    )
+    def step(gradient):
+        optimizer.apply([gradient], [w])
+
+    step(tf.constant(large))
+    other.apply([large], [expected])
+    np.testing.assert_allclose(w.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_fit_with_an_lstm_of_unknown_length():
+    inputs = keras.Input(batch_shape=(4, None), dtype="int32")
+    x = keras.layers.Embedding(30, 8)(inputs)
+    x = keras.layers.LSTM(300, return_sequences=True, stateful=True)(x)
+    model = keras.Model(inputs, keras.layers.Dense(30)(x))
+    model.compile(
+        optimizer=SGDNG(0.1),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=False,
+    )
+    text = tf.constant(np.random.default_rng(0).integers(0, 30, (4, 30)))
+    batches = tf.data.Dataset.range(0, 28, 10).map(
+        lambda i: (text[:, i : i + 10], text[:, i + 1 : i + 11][:, :10])
+    )
+    losses = model.fit(batches.take(2), epochs=5, shuffle=False, verbose=0).history[
+        "loss"
+    ]
+    assert losses[-1] < losses[0]

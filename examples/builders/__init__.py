@@ -1,0 +1,1 @@
+"""TFDS builders of the data sets that TFDS does not have."""

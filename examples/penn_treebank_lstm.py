@@ -1,0 +1,371 @@
+"""Penn Treebank with a two-layer LSTM language model (section 4.4).
+
+@@DOC@@
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+import data
+import harness
+import keras
+import numpy as np
+import report
+import tensorflow as tf
+from harness import Result, Run
+from report import Claim, last, plus_minus
+
+EXPERIMENT = "penn_treebank_lstm"
+PAIRS = {"SGDM": "SGDMNG", "AdaGrad": "AdaGradNG", "Adam": "AdamNG"}
+ALGORITHMS = [name for pair in PAIRS.items() for name in pair]
+LENGTHS = (40, 400, 1000)
+EPOCHS = {40: 6, 400: 3, 1000: 3}
+BATCH = 100
+UNITS = 200
+END = "<eos>"
+
+# The paper's for AdaGrad and Adam. It gives none for SGDM: these are `--search`'s.
+RATES = {
+    "SGDM": {40: 1.0, 400: 1.0, 1000: 1.0},
+    "SGDMNG": {40: 0.1, 400: 0.1, 1000: 0.1},
+    "AdaGrad": dict.fromkeys(LENGTHS, 0.01),
+    "AdaGradNG": dict.fromkeys(LENGTHS, 0.01),
+    "Adam": dict.fromkeys(LENGTHS, 0.001),
+    "AdamNG": dict.fromkeys(LENGTHS, 0.001),
+}
+SEARCH = f"{EXPERIMENT}_search"
+SEARCHED = ("SGDM", "SGDMNG")
+GRID = (10.0, 3.0, 1.0, 0.3, 0.1)
+
+
+def build_model(words: int, batch: int | None = BATCH) -> keras.Model:
+    """Word numbers to logits of each next word; with a batch size it keeps state."""
+    inputs = keras.Input(batch_shape=(batch, None), dtype="int32")
+    x = keras.layers.Embedding(words, UNITS)(inputs)
+    for _ in range(2):
+        x = keras.layers.Dropout(0.5)(x)
+        x = keras.layers.LSTM(UNITS, return_sequences=True, stateful=batch is not None)(
+            x
+        )
+    x = keras.layers.Dropout(0.5)(x)
+    return keras.Model(inputs, keras.layers.Dense(words)(x))
+
+
+def vocabulary(words: np.ndarray) -> keras.layers.StringLookup:
+    """Numbers for words, the most frequent first; `<unk>` is a word of the text."""
+    found, counts = np.unique(words, return_counts=True)
+    ordered = [word for word in found[np.argsort(-counts)] if word != "<unk>"]
+    return keras.layers.StringLookup(vocabulary=ordered, oov_token="<unk>")
+
+
+def streams(words: np.ndarray, lookup: keras.layers.StringLookup) -> np.ndarray:
+    """The text as `BATCH` texts of one length, one below the other."""
+    length = len(words) // BATCH
+    numbers = np.asarray(lookup(words[: BATCH * length]), "int32")
+    return numbers.reshape(BATCH, length)
+
+
+def windows(text: np.ndarray, length: int) -> tf.data.Dataset:
+    """(words, next words), `length` of each stream at a time, then the rest."""
+    end = text.shape[1] - 1
+    text = tf.constant(text)
+
+    def window(start: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        stop = tf.minimum(start + length, end)
+        return text[:, start:stop], text[:, start + 1 : stop + 1]
+
+    return tf.data.Dataset.range(0, end, length).map(window)
+
+
+class ResetState(keras.callbacks.Callback):
+    """No state goes from one pass over a text into the next."""
+
+    def reset(self, *_: Any, **__: Any) -> None:
+        for layer in self.model.layers:
+            if isinstance(layer, keras.layers.LSTM):
+                layer.reset_state()
+
+    on_epoch_begin = on_test_begin = reset
+
+
+def train(
+    run: Run,
+    text: np.ndarray,
+    test: np.ndarray,
+    lookup: keras.layers.StringLookup,
+    out: pathlib.Path,
+) -> dict[str, list[float]]:
+    from keras_nlp.metrics import Perplexity
+
+    length, epochs = run.settings["bptt"], run.settings["epochs"]
+    model = build_model(lookup.vocabulary_size())
+    model.compile(
+        optimizer=harness.optimizer(run.algorithm, run.settings["rate"]),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[Perplexity(from_logits=True, name="perplexity")],
+        jit_compile=False,
+    )
+    batches = windows(text, length)
+    history = harness.fit(
+        run,
+        model,
+        lambda first: batches.repeat(epochs - first),
+        out,
+        steps_per_epoch=int(batches.cardinality()),
+        validation_data=windows(test, length),
+        callbacks=[ResetState()],
+    )
+    model.save_weights(weights_path(run, out))
+    print("It says:", " ".join(generate(model, lookup, seed=run.seed)))
+    return history
+
+
+def weights_path(run: Run, out: pathlib.Path) -> pathlib.Path:
+    return run.path(out).with_suffix(".weights.h5")
+
+
+def generate(
+    model: keras.Model,
+    lookup: keras.layers.StringLookup,
+    start: tuple[str, ...] = (END,),
+    longest: int = 30,
+    seed: int = 0,
+) -> list[str]:
+    """The words of a sentence, each drawn by its probability after those before it."""
+    speaker = build_model(lookup.vocabulary_size(), batch=1)
+    speaker.set_weights(model.get_weights())
+    random = np.random.default_rng(seed)
+    said, numbers = [], np.asarray(lookup(list(start)))[None]
+    names = lookup.get_vocabulary()
+    while len(said) < longest and said[-1:] != [END]:
+        logits = np.asarray(speaker(numbers)[0, -1], "float64")
+        chances = np.exp(logits - logits.max())
+        number = random.choice(len(names), p=chances / chances.sum())
+        said.append(names[number])
+        numbers = np.array([[number]])
+    return said
+
+
+def export(
+    weights: pathlib.Path, lookup: keras.layers.StringLookup, folder: pathlib.Path
+) -> None:
+    """A SavedModel: sentences as words, (n, length), to what the next word will be.
+
+    Probabilities are in the order of `lookup.get_vocabulary()`, which is in
+    `vocabulary.txt` beside it.
+    """
+    model = build_model(lookup.vocabulary_size(), batch=None)
+    model.load_weights(weights)
+    words = keras.Input((None,), dtype="string")
+    served = keras.Model(words, keras.ops.softmax(model(lookup(words))[:, -1]))
+    served.export(folder, verbose=False)
+    names = "\n".join(lookup.get_vocabulary())
+    harness.write_text(folder / "vocabulary.txt", names + "\n")
+    print(f"SavedModel: {folder}", flush=True)
+
+
+def train_all(
+    experiment: str,
+    options: argparse.Namespace,
+    corpus: data.Corpus,
+    test: np.ndarray,
+    label: str,
+    variants: list[tuple[str, int, float]],
+) -> list[Result]:
+    """Trains (algorithm, length, rate) with every seed."""
+    lookup = vocabulary(corpus.train)
+    text, test = streams(corpus.train, lookup), streams(test, lookup)
+    runs = [
+        Run(
+            experiment,
+            name,
+            {
+                "bptt": length,
+                "rate": rate,
+                "epochs": options.epochs or EPOCHS[length],
+                "data": corpus.kind,
+            },
+            seed,
+        )
+        for seed in range(options.seeds or 1)
+        for name, length, rate in variants
+    ]
+    results = harness.train_all(
+        runs,
+        lambda run: train(run, text, test, lookup, options.out),
+        options.out,
+        label,
+    )
+    if options.export:
+        for run in runs:
+            path = weights_path(run, options.out)
+            export(path, lookup, options.export / run.path(options.out).stem)
+    return results
+
+
+def search(options: argparse.Namespace, corpus: data.Corpus) -> list[Result]:
+    """One grid for both, judged on the validation text."""
+    label = f"{corpus.label}; judged on the validation text"
+    variants = [
+        (name, length, rate)
+        for length in options.bptt
+        for name in options.algorithms or SEARCHED
+        for rate in GRID
+    ]
+    results = train_all(SEARCH, options, corpus, corpus.validation, label, variants)
+    print(f"\n{search_table(results)}\n\n{report.what_was_run(results)}")
+    return results
+
+
+def search_table(results: list[Result]) -> str:
+    rows = []
+    for length in distinct(results, "bptt"):
+        for name in SEARCHED:
+            found = report.matching(results, name, bptt=length)
+            if not found:
+                continue
+            losses = {
+                rate: float(last(found, name, "val_log_perplexity", rate=rate).mean())
+                for rate in sorted(distinct(found, "rate"))
+            }
+            best = min(losses, key=lambda rate: np.nan_to_num(losses[rate], nan=np.inf))
+            cells = [
+                f"**{x:.3f}**" if rate == best else f"{x:.3f}"
+                for rate, x in losses.items()
+            ]
+            rows.append([str(length), name, *cells])
+    return report.table(["BPTT", "algorithm", *(f"{r:g}" for r in sorted(GRID))], rows)
+
+
+def distinct(results: list[Result], setting: str) -> list[Any]:
+    return list(dict.fromkeys(result["settings"][setting] for result in results))
+
+
+def results_table(results: list[Result]) -> str:
+    rows = []
+    for length in distinct(results, "bptt"):
+        for name in ALGORITHMS:
+            found = report.matching(results, name, bptt=length)
+            if not found:
+                continue
+            numbers = [
+                plus_minus(last(found, name, metric), digits)
+                for metric, digits in (
+                    ("log_perplexity", 3),
+                    ("val_log_perplexity", 3),
+                    ("val_perplexity", 1),
+                )
+            ]
+            rate = f"{found[0]['settings']['rate']:g}"
+            epochs = str(found[0]["settings"]["epochs"])
+            rows.append([str(length), name, rate, epochs, *numbers])
+    return report.table(
+        [
+            "BPTT",
+            "algorithm",
+            "rate",
+            "epochs",
+            "train log perplexity",
+            "test log perplexity",
+            "test perplexity",
+        ],
+        rows,
+    )
+
+
+def claims(results: list[Result]) -> list[Claim]:
+    """What section 4.4 says of its figure."""
+    found = []
+    metrics = (("log_perplexity", "train"), ("val_log_perplexity", "test"))
+
+    def loss(name: str, metric: str, length: int) -> float:
+        return float(last(results, name, metric, bptt=length).mean())
+
+    for length in distinct(results, "bptt"):
+        for metric, where in metrics:
+            losses = {name: loss(name, metric, length) for name in ALGORITHMS}
+            best = min(losses, key=lambda name: np.nan_to_num(losses[name], nan=np.inf))
+            evidence = f"AdamNG {losses['AdamNG']:.3f}"
+            if best != "AdamNG":
+                evidence += f", {best} {losses[best]:.3f}"
+            text = f"BPTT {length}: AdamNG is the best, {where}"
+            found.append(Claim(text, best == "AdamNG", evidence))
+        for base, ng in PAIRS.items():
+            (a, b), (c, d) = (
+                [loss(name, metric, length) for name in (ng, base)]
+                for metric, _ in metrics
+            )
+            evidence = f"train {a:.3f} against {b:.3f}, test {c:.3f} against {d:.3f}"
+            text = f"BPTT {length}: {ng} is better than {base}"
+            found.append(Claim(text, a < b and c < d, evidence))
+    return found
+
+
+def write_report(results: list[Result], out: pathlib.Path) -> None:
+    sample = results[0]["settings"]["data"] == "sample"
+    title = f"{'SAMPLE in place of ' * sample}Penn Treebank, LSTM, batch {BATCH}"
+    lengths = distinct(results, "bptt")
+    panels = [(f"BPTT {length}", {"bptt": length}) for length in lengths]
+    metrics = [
+        ("log_perplexity", "train log perplexity"),
+        ("val_log_perplexity", "test log perplexity"),
+    ]
+    report.curves(results, panels, out / f"{EXPERIMENT}.png", metrics, title)
+    parts = [
+        results_table(results),
+        "After the last epoch. Train is with dropout, as `fit` gives it. "
+        + report.what_was_run(results),
+    ]
+    done = {(r["algorithm"], r["settings"]["bptt"]) for r in results}
+    if {(name, length) for name in ALGORITHMS for length in lengths} == done:
+        parts += [
+            "What the paper says, after the last epoch:",
+            report.claims_table(claims(results)),
+        ]
+    if not sample:
+        parts.append(EXPLANATION)
+    searched = harness.read_all(out, SEARCH)
+    if searched:
+        parts += [
+            "The paper gives no rate for SGDM. SGDM's and SGDMNG's are from one grid: "
+            "the lowest log perplexity of the validation text.",
+            search_table(searched),
+            report.what_was_run(searched),
+        ]
+    report.section(out, EXPERIMENT, f"{title} (section 4.4)", parts)
+
+
+EXPLANATION = "@@EXPLANATION@@"
+
+
+def main(arguments: Any = None) -> list[Result]:
+    parser = harness.parser(__doc__, ALGORITHMS)
+    parser.add_argument("--bptt", type=int, nargs="+", choices=LENGTHS)
+    parser.add_argument("--search", action="store_true", help="find SGDM's rates")
+    parser.add_argument(
+        "--export", type=pathlib.Path, help="where each model goes as a SavedModel"
+    )
+    options = harness.parse(parser, arguments)
+    if options.search and not {*(options.algorithms or ())} <= {*SEARCHED}:
+        parser.error(f"--search is for {SEARCHED}. Received: {options.algorithms}")
+    options.bptt = options.bptt or (LENGTHS[:1] if options.smoke else LENGTHS)
+    corpus = data.penn_treebank(options.data, options.data_dir)
+    if options.search:
+        return search(options, corpus)
+    variants = [
+        (name, length, RATES[name][length])
+        for length in options.bptt
+        for name in options.algorithms or ALGORITHMS
+    ]
+    results = train_all(
+        EXPERIMENT, options, corpus, corpus.test, corpus.label, variants
+    )
+    write_report(results, options.out)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""`examples/penn_treebank_lstm.py` and `examples/rotten_tomatoes_cnn.py`."""
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("the examples are for TensorFlow", allow_module_level=True)
+
+import data
+import harness
+import penn_treebank_lstm as penn
+import rotten_tomatoes_cnn as rotten
+import tensorflow as tf
+from harness import Run
+
+WORDS = np.array([*["the", "cat", "sat", "on", "the", "mat", "<eos>"]] * 50)
+
+
+def test_the_language_model_is_the_papers():
+    model = penn.build_model(10_000)
+    kinds = [type(layer).__name__ for layer in model.layers[1:]]
+    drop_then_lstm = ["Dropout", "LSTM"]
+    assert kinds == ["Embedding", *drop_then_lstm, *drop_then_lstm, "Dropout", "Dense"]
+    assert [x.rate for x in model.layers if hasattr(x, "rate")] == [0.5] * 3
+    assert [x.units for x in model.layers if hasattr(x, "units")] == [200, 200, 10_000]
+    assert model.output_shape == (100, None, 10_000)
+
+
+def test_words_get_numbers_by_their_frequency():
+    lookup = penn.vocabulary(np.array(["b", "a", "b", "<unk>", "b", "a", "c"]))
+    assert lookup.get_vocabulary() == ["<unk>", "b", "a", "c"]
+    assert np.asarray(lookup(["c", "never", "<unk>"])).tolist() == [3, 0, 0]
+
+
+@pytest.mark.parametrize("length", [7, 40, 1000])
+def test_windows_are_contiguous_and_targets_are_the_next_words(length):
+    text = np.arange(100 * 90).reshape(100, 90)
+    batches = list(penn.windows(text, length))
+    x = np.concatenate([x for x, _ in batches], 1)
+    y = np.concatenate([y for _, y in batches], 1)
+    np.testing.assert_array_equal(x, text[:, :-1])  # nothing left out
+    np.testing.assert_array_equal(y, text[:, 1:])
+    assert {x.shape[1] for x, _ in batches[:-1]} <= {length}
+
+
+def test_streams_are_the_text_in_order():
+    lookup = penn.vocabulary(WORDS)
+    numbers = penn.streams(WORDS, lookup)
+    assert numbers.shape == (100, 3)
+    np.testing.assert_array_equal(numbers.ravel(), np.asarray(lookup(WORDS[:300])))
+
+
+def states(model):
+    return [
+        np.array(state)
+        for layer in model.layers
+        if isinstance(layer, keras.layers.LSTM)
+        for state in layer.states
+    ]
+
+
+def test_state_goes_from_window_to_window_and_not_further():
+    model = penn.build_model(20)
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    text = np.random.default_rng(0).integers(0, 20, (100, 25))
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def note(self, *_, **__):
+            seen.append([np.abs(state).max() > 0 for state in states(self.model)])
+
+        on_train_batch_begin = on_test_batch_begin = note
+
+    model.fit(
+        penn.windows(text, 8),
+        epochs=2,
+        validation_data=penn.windows(text, 8),
+        callbacks=[penn.ResetState(), Watch()],
+        shuffle=False,
+        verbose=0,
+    )
+    # Three windows of training, three of testing, twice: each pass starts at zero.
+    carried = [all(states) for states in seen]
+    assert carried == [False, True, True] * 4
+    assert [any(states) for states in seen] == carried
+
+
+def test_windows_with_state_give_what_the_whole_text_gives():
+    text = np.random.default_rng(0).integers(0, 20, (100, 25))
+    model, whole = penn.build_model(20), penn.build_model(20, batch=None)
+    whole.set_weights(model.get_weights())
+    parts = [model(x, training=False) for x, _ in penn.windows(text, 8)]
+    np.testing.assert_allclose(
+        np.concatenate(parts, 1), whole(text[:, :-1], training=False), atol=1e-5
+    )
+
+
+def test_perplexity_is_of_all_words_and_log_perplexity_its_log(tmp_path):
+    """The last window is shorter, which a mean over windows would get wrong."""
+    from keras_nlp.metrics import Perplexity
+
+    text = np.random.default_rng(0).integers(0, 20, (100, 21))
+    model = penn.build_model(20)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(loss=loss, metrics=[Perplexity(from_logits=True)])
+    found = model.evaluate(penn.windows(text, 16), verbose=0, return_dict=True)
+    whole = penn.build_model(20, batch=None)
+    whole.set_weights(model.get_weights())
+    expected = float(loss(text[:, 1:], whole(text[:, :-1], training=False)))
+    assert np.log(found["perplexity"]) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory):
+    """A smoke run: its directory and results."""
+    out = tmp_path_factory.mktemp("penn")
+    flags = ["--smoke", "--algorithms", "Adam", "AdamNG", "--epochs", "3"]
+    flags += ["--out", str(out), "--export", str(out / "served")]
+    return out, penn.main(flags)
+
+
+def test_a_smoke_run_of_the_language_model_learns_and_is_labelled(spoken):
+    out, results = spoken
+    for result in results:
+        perplexity = result["history"]["val_perplexity"]
+        assert len(perplexity) == 3 and perplexity[-1] < 60 < perplexity[0] < 170
+    text = (out / "penn_treebank_lstm.md").read_text()
+    assert "SAMPLE in place of Penn Treebank" in text
+    assert (out / "penn_treebank_lstm.png").stat().st_size > 5_000
+
+
+def test_a_trained_model_generates_a_sentence(spoken):
+    out, _ = spoken
+    corpus = data.penn_treebank("sample", None)
+    lookup = penn.vocabulary(corpus.train)
+    model = penn.build_model(lookup.vocabulary_size())
+    model.load_weights(next(out.glob("*/AdamNG*.weights.h5")))
+    said = penn.generate(model, lookup, seed=1)
+    assert said == penn.generate(model, lookup, seed=1)
+    assert 1 <= len(said) <= 30 and set(said) <= {*lookup.get_vocabulary()}
+    assert said[-1] == "<eos>" or len(said) == 30
+
+
+def test_the_exported_language_model_gives_next_word_probabilities(spoken):
+    out, _ = spoken
+    (folder,) = (out / "served").glob("AdamNG*")
+    names = (folder / "vocabulary.txt").read_text().split("\n")[:-1]
+    loaded = tf.saved_model.load(str(folder))
+    sentences = tf.constant([["<eos>", "the"], ["the", "noun3"]])
+    chances = np.asarray(loaded.serve(sentences))
+    assert chances.shape == (2, len(names))
+    np.testing.assert_allclose(chances.sum(1), 1, atol=1e-4)
+    lookup = penn.vocabulary(data.penn_treebank("sample", None).train)
+    assert names == lookup.get_vocabulary()
+    model = penn.build_model(lookup.vocabulary_size(), batch=None)
+    model.load_weights(next(out.glob("*/AdamNG*.weights.h5")))
+    expected = tf.nn.softmax(model(lookup(sentences))[:, -1])
+    np.testing.assert_allclose(chances, expected, atol=1e-5)
+
+
+def test_dropout_goes_on_where_it_was_after_a_stop(tmp_path, monkeypatch):
+    """Its random numbers are part of the backup."""
+    corpus = data.penn_treebank("sample", None)
+    lookup = penn.vocabulary(corpus.train)
+    text = penn.streams(corpus.train, lookup)[:, :50]
+    run = Run("stop", "AdamNG", {"bptt": 40, "rate": 0.01, "epochs": 2}, 0)
+
+    def train(run, out):
+        return penn.train(run, text, text, lookup, out)
+
+    (whole,) = harness.train_all(
+        [run], lambda run: train(run, tmp_path / "a"), tmp_path / "a", ""
+    )
+    backup = harness.Backup.on_epoch_end
+
+    def stopped(self, epoch, logs=None):
+        backup(self, epoch, logs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.Backup, "on_epoch_end", stopped)
+        with pytest.raises(SystemExit):
+            harness.train_all(
+                [run], lambda run: train(run, tmp_path / "b"), tmp_path / "b", ""
+            )
+    (resumed,) = harness.train_all(
+        [run], lambda run: train(run, tmp_path / "b"), tmp_path / "b", ""
+    )
+    np.testing.assert_allclose(
+        resumed["history"]["loss"], whole["history"]["loss"], rtol=1e-6
+    )
+
+
+def results_of(numbers, settings, histories):
+    return [
+        {
+            "algorithm": name,
+            "settings": settings,
+            "seed": 0,
+            "history": histories(value),
+            "data": "text",
+            "date": "2026-11-16",
+            "seconds": 1.0,
+            "cores": 2,
+            "versions": {"keras": "3", "tensorflow": "2"},
+        }
+        for name, value in numbers.items()
+    ]
+
+
+def language_results(perplexities):
+    return results_of(
+        perplexities,
+        {"bptt": 40, "rate": 0.1, "epochs": 2, "data": "full"},
+        lambda x: {"perplexity": [900.0, x + 1], "val_perplexity": [900.0, x]},
+    )
+
+
+PERPLEXITIES = dict(zip(penn.ALGORITHMS, [600.0, 500.0, 400.0, 300.0, 200.0, 150.0]))
+
+
+def test_claims_of_the_language_model():
+    claims = penn.claims(language_results(PERPLEXITIES))
+    assert len(claims) == 5 and all(claim.held for claim in claims)
+    claims = penn.claims(language_results(PERPLEXITIES | {"Adam": 100.0}))
+    failed = [claim for claim in claims if not claim.held]
+    assert [claim.text for claim in failed] == [
+        "BPTT 40: AdamNG is the best, train",
+        "BPTT 40: AdamNG is the best, test",
+        "BPTT 40: AdamNG is better than Adam",
+    ]
+    assert failed[1].evidence == "AdamNG 5.011, Adam 4.605"
+    diverged = penn.claims(language_results(PERPLEXITIES | {"SGDM": float("nan")}))
+    assert diverged[0].held  # a loss that is not a number is not the best
+
+
+def test_a_search_of_the_language_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(penn, "GRID", (1.0, 0.1))
+    flags = ["--smoke", "--search", "--algorithms", "SGDMNG", "--epochs", "1"]
+    results = penn.main([*flags, "--out", str(tmp_path)])
+    assert [result["settings"]["rate"] for result in results] == [1.0, 0.1]
+    printed = capsys.readouterr().out
+    assert "judged on the validation text" in printed and "**" in printed
+
+
+def test_the_cnn_is_kims():
+    model = rotten.build_model(1000, 20)
+    convolutions = [x for x in model.layers if isinstance(x, keras.layers.Conv1D)]
+    assert [(c.kernel_size, c.filters) for c in convolutions] == [
+        ((3,), 100),
+        ((4,), 100),
+        ((5,), 100),
+    ]
+    assert model.get_layer(index=1).output_dim == 128
+    *_, dropout, dense = model.layers
+    assert dropout.rate == 0.5 and dropout.output.shape == (None, 300)
+    assert isinstance(dense.kernel_constraint, keras.constraints.MaxNorm)
+    assert dense.kernel_constraint.max_value == 3
+
+
+def test_words_are_those_of_the_training_sentences():
+    train = (np.array(["a b c d e f", "a b !"]), np.array([0, 1]))
+    reviews = data.Data(train, (np.array(["A b z"]), np.array([1])), "full", "")
+    numbers, words = rotten.vectors(reviews)
+    assert words == 2 + 7  # padding, unknown, a b c d e f !
+    assert numbers.train[0].shape == (2, 6)
+    known = int(numbers.train[0][0, 1])
+    assert numbers.test[0].tolist() == [[1, known, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["SGDMNG", "AdaGradNG", "AdamNG", "Adam"])
+def test_the_embeddings_gradient_stays_sparse(name, monkeypatch):
+    optimizer = harness.optimizer(name, 0.01)
+    model = rotten.compiled_model(optimizer, 500, 12)
+    seen = {}
+    update = type(optimizer).update_step
+
+    def watch(self, gradient, variable, rate):
+        seen[tuple(variable.shape)] = type(gradient)
+        return update(self, gradient, variable, rate)
+
+    monkeypatch.setattr(type(optimizer), "update_step", watch)
+    x = np.random.default_rng(0).integers(0, 500, (50, 12))
+    model.train_on_batch(x, np.arange(50) % 2)
+    assert seen.pop((500, 128)) is tf.IndexedSlices
+    assert tf.IndexedSlices not in seen.values()
+
+
+def test_a_smoke_run_of_the_cnn(tmp_path, capsys):
+    flags = ["--smoke", "--seeds", "1", "--algorithms", "AdamNG", "--epochs", "6"]
+    (result,) = rotten.main([*flags, "--out", str(tmp_path)])
+    history = result["history"]
+    assert {len(history[f"{part}_accuracy"]) for part in ("val", "dev")} == {6}
+    assert history["accuracy"][-1] > 0.8
+    text = (tmp_path / "rotten_tomatoes_cnn.md").read_text()
+    assert "SAMPLE in place of Rotten Tomatoes" in text
+    assert "REDUCED: 6 of 150 epochs" in text
+    assert "100 of the training sentences are for development" in text
+    assert (tmp_path / "rotten_tomatoes_cnn.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("mode", ["--search", "--speed"])
+def test_other_modes_of_the_cnn(mode, tmp_path, capsys):
+    flags = ["--smoke", mode, "--algorithms", "AdamNG", "--epochs", "1"]
+    assert rotten.main([*flags, "--out", str(tmp_path)])
+    assert "| AdamNG | " in capsys.readouterr().out
+
+
+def sentiment_results(accuracies):
+    """Best of all epochs is the given one; development chooses the epoch after it."""
+    return results_of(
+        accuracies,
+        {"rate": 0.1, "epochs": 150, "data": "full"},
+        lambda x: {
+            "loss": [1.0, 0.5, 0.1],
+            "val_accuracy": [0.5, x / 100, x / 100 - 0.1],
+            "dev_accuracy": [0.5, 0.6, 0.7],
+        },
+    )
+
+
+def test_the_table_says_how_the_epoch_was_chosen():
+    table = rotten.results_table(sentiment_results(rotten.PAPER))
+    assert "| AdamNG | 0.1 | 77.11 | 2 | 67.11 | 67.11 | 77.11 |" in table
+    header = table.split("\n")[0]
+    assert "best of all epochs" in header and "chosen on development" in header
+
+
+def test_claims_of_the_cnn():
+    claims = rotten.claims(sentiment_results(rotten.PAPER))
+    assert len(claims) == 12 and all(claim.held for claim in claims)
+    claims = rotten.claims(sentiment_results(rotten.PAPER | {"Adam": 78.0}))
+    failed = [claim.text for claim in claims if not claim.held]
+    assert failed == [
+        "AdamNG is better than Adam, best of all epochs",
+        "AdamNG is the best, best of all epochs",
+        "AdamNG is better than Adam, chosen",
+        "AdamNG is the best, chosen",
+    ]
