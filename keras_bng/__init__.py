@@ -2,6 +2,7 @@
 
 from keras_bng._version import __version__
 from keras_bng.blocks import Block, partition
+from keras_bng.monitor import BlockMonitor, block_summary
 from keras_bng.normalize import normalize
 from keras_bng.optimizer import BlockNormalized
 from keras_bng.optimizers import (
@@ -21,6 +22,7 @@ __all__ = [
     "AdamNG",
     "Adaptive",
     "Block",
+    "BlockMonitor",
     "BlockNormalized",
     "Clip",
     "RMSpropNG",
@@ -28,6 +30,7 @@ __all__ = [
     "Unit",
     "__version__",
     "block_normalized",
+    "block_summary",
     "normalize",
     "partition",
 ]

@@ -11,6 +11,9 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_learning_rate`: whether the rate is a plain Python callable.
 - `_trainable_variables`: to take over the state of an optimizer that was built.
 - `_exclude_from_weight_decay*`: settings that `get_config` leaves out.
+- `_iterations`: steps, where the public `iterations` counts accumulated updates.
+
+`watch` replaces the first two on an instance, of whichever optimizer.
 """
 
 from __future__ import annotations
@@ -368,3 +371,60 @@ def _signature(cls: type) -> inspect.Signature:
                 parameters[name] = parameter
     del parameters["self"]
     return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """The trainable variables of an optimizer that is built."""
+    return list(optimizer._trainable_variables)
+
+
+def steps_of(optimizer: Any) -> Any:
+    """The variable that counts steps; with accumulation, several make an update."""
+    return optimizer._iterations
+
+
+def watch(optimizer: Any, blocks: tuple[Block, ...], see: Any) -> Any:
+    """Calls `see(factors)` within every update, until the returned function is called.
+
+    `factors()` is what `block_factors` finds of `blocks`; an optimizer that normalizes
+    has found it anyway. For one that is built, on every backend: the gradients are
+    those which the update gets, accumulated and summed over replicas.
+    """
+    if isinstance(optimizer, BlockNormalized) and optimizer.rule is not None:
+        hook = "_scaled"
+        original = optimizer._scaled
+
+        def watched(found: Any, owners: Any, variables: Any) -> Any:
+            see(lambda: found)
+            return original(found, owners, variables)
+
+    else:
+        index_of = optimizer._get_variable_index
+        block_of = {index_of(v): i for i, b in enumerate(blocks) for v in b.variables}
+
+        def look(gradients: Any, variables: Any) -> None:
+            members: list[list[int]] = [[] for _ in blocks]
+            for i, variable in enumerate(variables):
+                if index_of(variable) in block_of:
+                    members[block_of[index_of(variable)]].append(i)
+            see(lambda: block_factors(gradients, variables, members, rules.Unit()))
+
+        if keras.backend.backend() == "tensorflow":
+            hook = "_all_reduce_sum_gradients"
+            original = optimizer._all_reduce_sum_gradients
+
+            def watched(grads_and_vars: Any) -> Any:
+                grads_and_vars = list(original(grads_and_vars))
+                look(*zip(*grads_and_vars))
+                return grads_and_vars
+
+        else:
+            hook = "_backend_update_step"
+            original = optimizer._backend_update_step
+
+            def watched(grads: Any, trainable_variables: Any, rate: Any) -> None:
+                look(grads, trainable_variables)
+                original(grads, trainable_variables, rate)
+
+    setattr(optimizer, hook, watched)
+    return lambda: delattr(optimizer, hook)
