@@ -13,7 +13,6 @@ import numpy as np
 from keras import ops
 
 from keras_bng.blocks import Block, BlockSpec, check_spec, partition
-from keras_bng.norms import block_norms
 from keras_bng.optimizer import BlockNormalized, steps_of, variables_of, watch
 
 COLUMNS = ("gradient_norm", "weight_norm", "factor", "skipped", "relative_step")
@@ -289,44 +288,37 @@ class _Movement:
     def __init__(self, blocks: Sequence[Block], model: keras.Model) -> None:
         self.model = model
         self.variables = [v for block in blocks for v in block.variables]
-        ends = np.cumsum([len(block.variables) for block in blocks])
-        members = [
-            list(range(end - len(b.variables), end)) for b, end in zip(blocks, ends)
-        ]
-
-        def copies(values: Sequence[Any]) -> list[Any]:
-            return [ops.copy(value) for value in values]
-
-        def norms(before: Sequence[Any], after: Sequence[Any]) -> Any:
-            moved = [ops.subtract(a, b) for a, b in zip(after, before)]
-            return ops.stack(
-                [block_norms(x, members, "float32") for x in (before, moved)]
-            )
-
-        backend = keras.backend.backend()
-        if backend == "tensorflow":
+        sizes = [sum(int(np.prod(v.shape)) for v in b.variables) for b in blocks]
+        self.filled = np.array(sizes) > 0
+        self.starts = (np.cumsum(sizes) - sizes)[self.filled]
+        self.flat = self.flat_values
+        if keras.backend.backend() == "tensorflow":
             import tensorflow as tf
 
-            compiled = tf.function(autograph=False)
-        elif backend == "jax":
-            import jax
+            self.flat = tf.function(self.flat_values, autograph=False)
 
-            compiled = jax.jit
-        else:
-            compiled = lambda function: function  # noqa: E731
-        self.copies, self.norms = compiled(copies), compiled(norms)
+    def flat_values(self) -> Any:
+        """All weights in one vector: one call, whatever their number."""
+        return ops.concatenate(
+            [ops.reshape(ops.cast(v, "float32"), (-1,)) for v in self.variables]
+        )
 
-    def values(self) -> list[Any]:
+    def weights(self) -> np.ndarray:
         _sync(self.model)
-        return [ops.stop_gradient(ops.convert_to_tensor(v)) for v in self.variables]
+        return ops.convert_to_numpy(self.flat())
+
+    def norms(self, weights: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(self.filled))
+        squares = np.square(weights, dtype="float64")
+        found[self.filled] = np.sqrt(np.add.reduceat(squares, self.starts))
+        return found
 
     def start(self) -> None:
-        self.before = self.copies(self.values())
+        self.before = self.weights()
 
-    def end(self) -> np.ndarray:
-        norms = self.norms(self.before, self.values())
-        self.before = []
-        return ops.convert_to_numpy(norms)
+    def end(self) -> tuple[np.ndarray, np.ndarray]:
+        """Norms of the weights before, and of the way that they went."""
+        return self.norms(self.before), self.norms(self.weights() - self.before)
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
