@@ -1,7 +1,25 @@
 """CIFAR-10 and CIFAR-100 with ResNets of 20 to 110 layers (section 4.2).
 
-@@DOC@@
+The paper, 160 epochs, 5 seeds: NG_adap has the lowest test error (ResNet-20 on
+CIFAR-10: 7.71 % with SGDMNG_adap, 7.93 % with SGDM; 8.52 % with AdamNG_adap, 9.14 %
+with Adam), clipping the highest; SGD with momentum is ahead of Adam; NG is the fastest
+in training.
 
+    pip install -e ".[examples]"
+    python examples/cifar_resnet.py             # the paper's protocol; take a GPU
+    python examples/cifar_resnet.py --depth 20 32 44 56 110 --classes 100
+    python examples/cifar_resnet.py --search alpha --depth 56
+    python examples/cifar_resnet.py --reduced   # for two cores
+    python examples/cifar_resnet.py --smoke     # two minutes, to see it work
+
+`--reduced` is ResNet-20 on the first 20,000 images, 16 epochs with the rate's schedule
+scaled to them, 2 seeds, tested on all 10,000: half an hour a run on one core, 16 runs.
+`--precision mixed_float16` and `--xla` are for GPUs; several GPUs are all used. A run
+that is stopped goes on after its last whole epoch.
+
+The paper does not say whether it clips each layer's gradient or the whole one. Here it
+is each layer's, so that CLIP and NG see the same norms and differ in what they do with
+them only; `--clip-blocks model` is the other reading.
 """
 
 from __future__ import annotations
@@ -71,9 +89,6 @@ PAPER = {
         "AdamNG_adap": "32.98±0.52 31.74±0.07 30.75±0.60 29.92±0.26 28.09±0.46",
     },
 }
-
-
-EXPLANATION = "@@EXPLANATION@@"
 
 
 def build_model(depth: int, classes: int) -> keras.Model:
@@ -457,7 +472,6 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
                     f"What the paper says, at ResNet-{depth}, mean over seeds:",
                     report.claims_table(claims(found)),
                 ]
-        parts.append(EXPLANATION)
         measured = harness.read_all(out, SPEED)
         if measured:
             parts += ["Is the input fast enough?", speed_text(measured)]

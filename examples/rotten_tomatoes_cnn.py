@@ -1,6 +1,19 @@
 """Rotten Tomatoes with Kim's convolutional network (section 4.5).
 
-@@DOC@@
+The paper, best validation accuracy of 150 epochs: SGDM 64.35 %, SGDMNG 71.95 %, AdaGrad
+69.89 %, AdaGradNG 71.95 %, Adam 74.02 %, AdamNG 77.11 %.
+
+    pip install -e ".[examples]"
+    python examples/rotten_tomatoes_cnn.py --search  # one grid of rates for all six
+    python examples/rotten_tomatoes_cnn.py           # 150 epochs, 2 seeds
+    python examples/rotten_tomatoes_cnn.py --speed   # a step beside stock Keras
+    python examples/rotten_tomatoes_cnn.py --smoke   # a minute, to see it work
+
+An epoch takes about 5 seconds on two cores. The paper's best of all epochs is chosen on
+the sentences that it is reported for, and is thus too good. So a tenth of the training
+sentences is kept for development, and the accuracy at the epoch that those choose is
+given too. Data: the two files of Pang and Lee in TFDS's manual directory, else by
+download.
 """
 
 from __future__ import annotations
@@ -25,7 +38,8 @@ ALGORITHMS = [name for pair in PAIRS.items() for name in pair]
 BATCH = 50
 EPOCHS = 150
 
-# The paper's for AdaGrad and Adam. It gives none for SGDM: these are `--search`'s.
+# The paper's for AdaGrad and Adam. It gives none for SGDM: a first guess, until
+# `--search` was run.
 RATES = {
     "SGDM": 0.1,
     "SGDMNG": 0.1,
@@ -322,9 +336,6 @@ def speed_table(results: list[Result]) -> str:
     return report.table(["step", "stock Keras, ms", "ours, ms", "ratio"], rows)
 
 
-EXPLANATION = "@@EXPLANATION@@"
-
-
 def write_report(results: list[Result], out: pathlib.Path) -> None:
     settings = results[0]["settings"]
     sample = settings["data"] == "sample"
@@ -341,8 +352,6 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
     ]
     if {result["algorithm"] for result in results} == {*ALGORITHMS}:
         parts += ["What the paper says:", report.claims_table(claims(results))]
-    if not sample:
-        parts.append(EXPLANATION)
     searched = harness.read_all(out, SEARCH)
     if searched:
         parts += [
