@@ -195,7 +195,8 @@ def export(path: pathlib.Path, folder: pathlib.Path) -> None:
     model = keras.models.load_model(path)
     probabilities = keras.layers.Softmax(dtype="float32")(model.output)
     served = keras.Model(model.input, probabilities)
-    served.export(folder / path.stem, verbose=False)
+    image = keras.InputSpec(shape=(None, SIZE, SIZE, 3), dtype="float32")
+    served.export(folder / path.stem, verbose=False, input_signature=[image])
     print(f"SavedModel: {folder / path.stem}", flush=True)
 
 

@@ -116,11 +116,11 @@ class BlockMonitor(keras.callbacks.Callback):
         if not self._due:
             return
         seen = [part.last() for part in self._watched]
-        step = max((int(rows[-1].max(initial=-1)) for rows in seen), default=-1)
+        step = max((number for number, _ in seen), default=-1)
         if step < 0 or (self._rows and step <= self._rows[-1][0]):
             self._steps = self._count_steps()  # a loss scale skipped the update
             return
-        gradient_norm, factor, kept = np.concatenate(seen, 1)[:3]
+        gradient_norm, factor, kept = np.concatenate([rows for _, rows in seen], 1)
         weight_norm, moved = self._movement.end()
         relative = moved / np.where(weight_norm > 0, weight_norm, 1)
         row = np.stack([gradient_norm, weight_norm, factor, 1 - kept, relative])
@@ -208,15 +208,16 @@ class _Watched:
         self.accumulation = optimizer.gradient_accumulation_steps or 1
         ours = isinstance(optimizer, BlockNormalized)
         self.normalizes = ours and optimizer.rule is not None
+        self.always = self.normalizes and model.steps_per_execution == 1
         self.blocks = (
             optimizer.blocks if ours else partition(variables_of(optimizer), spec)
         )
-        self.rows = np.full((4, len(self.blocks)), -1.0)
+        self.found: tuple[int, Any] = (-1, None)
         self.record: Any = None
         if keras.backend.backend() == "tensorflow":
             with model.distribute_strategy.scope():
                 self.record = keras.Variable(
-                    self.rows,
+                    np.zeros((3, len(self.blocks))),
                     trainable=False,
                     dtype="float32",
                     aggregation="only_first_replica",
@@ -224,50 +225,62 @@ class _Watched:
         self.end = watch(optimizer, self.blocks, self.see)
 
     def see(self, factors: Callable[[], Any]) -> None:
-        """Within an update: norms, factors, what was kept, and the update's number."""
-        steps = ops.convert_to_tensor(steps_of(self.optimizer)) + 1
-        number = ops.floor_divide(steps, self.accumulation) - 1
-        # On JAX, steps that only accumulate come here too.
-        is_due = ops.logical_and(
-            ops.equal(ops.mod(steps, self.accumulation), 0),
-            ops.equal(ops.mod(number, self.every), 0),
-        )
+        """Within an update: norms, factors and what was kept, for `last`."""
 
         def rows() -> Any:
             found = factors()
             norm = ops.cast(found.gradient_norm, "float32")
             factor = found.factor if self.normalizes else ops.ones_like(norm)
-            kept = ops.cast(found.kept, "float32")
-            numbers = ops.ones_like(norm) * ops.cast(number, "float32")
-            return ops.stack([norm, ops.cast(factor, "float32"), kept, numbers])
+            rows = norm, ops.cast(factor, "float32"), ops.cast(found.kept, "float32")
+            return ops.stack(rows)
 
         backend = keras.backend.backend()
         if backend == "tensorflow":
-            # Not assigned within the branch: on replicas that cannot be.
-            value = ops.convert_to_tensor(self.record)
-            self.record.assign(ops.cond(is_due, rows, lambda: ops.copy(value)))
-        elif backend == "jax" and _is_traced(is_due):
+            # What a normalizing optimizer has found is kept each time: that is
+            # cheaper than to ask. Not assigned in a branch: on replicas it cannot be.
+            if self.always:
+                self.record.assign(rows())
+            else:
+                kept = ops.convert_to_tensor(self.record)
+                due = ops.equal(self.number() % self.every, 0)
+                self.record.assign(ops.cond(due, rows, lambda: ops.copy(kept)))
+            return
+        number = self.number()
+        # On JAX, steps that only accumulate come here too.
+        steps = ops.convert_to_tensor(steps_of(self.optimizer)) + 1
+        due = ops.logical_and(
+            ops.equal(steps % self.accumulation, 0), ops.equal(number % self.every, 0)
+        )
+        if backend == "jax" and _is_traced(due):
             import jax
 
             jax.lax.cond(
-                is_due,
-                lambda: jax.debug.callback(self.receive, rows()),
+                due,
+                lambda: jax.debug.callback(self.receive, number, rows()),
                 lambda: None,
             )
-        elif is_due:
-            self.receive(ops.convert_to_numpy(rows()))
+        elif due:
+            self.receive(number, rows())
 
-    def receive(self, rows: Any) -> None:
-        self.rows = np.array(rows)
+    def number(self) -> Any:
+        """Of the update that is being made; the first is 0."""
+        return ops.convert_to_tensor(steps_of(self.optimizer)) // self.accumulation
 
-    def last(self) -> np.ndarray:
-        if self.record is not None:
-            return self.record.numpy()
-        if keras.backend.backend() == "jax":
-            import jax
+    def receive(self, number: Any, rows: Any) -> None:
+        self.found = int(number), ops.convert_to_numpy(rows)
 
-            jax.effects_barrier()
-        return self.rows
+    def last(self) -> tuple[int, np.ndarray]:
+        """The number of the last update that was seen, and its rows."""
+        if self.record is None:
+            if keras.backend.backend() == "jax":
+                import jax
+
+                jax.effects_barrier()
+            return self.found
+        number = int(steps_of(self.optimizer).numpy()) // self.accumulation - 1
+        if not self.always:
+            number -= number % self.every
+        return number, self.record.numpy()
 
 
 def _sync(model: keras.Model) -> None:
@@ -286,39 +299,38 @@ class _Movement:
     """How far each block's weights go between `start` and `end`, and their norm."""
 
     def __init__(self, blocks: Sequence[Block], model: keras.Model) -> None:
+        self.blocks = blocks
         self.model = model
-        self.variables = [v for block in blocks for v in block.variables]
-        sizes = [sum(int(np.prod(v.shape)) for v in b.variables) for b in blocks]
-        self.filled = np.array(sizes) > 0
-        self.starts = (np.cumsum(sizes) - sizes)[self.filled]
-        self.flat = self.flat_values
-        if keras.backend.backend() == "tensorflow":
-            import tensorflow as tf
 
-            self.flat = tf.function(self.flat_values, autograph=False)
-
-    def flat_values(self) -> Any:
-        """All weights in one vector: one call, whatever their number."""
-        return ops.concatenate(
-            [ops.reshape(ops.cast(v, "float32"), (-1,)) for v in self.variables]
-        )
-
-    def weights(self) -> np.ndarray:
+    def weights(self) -> list[list[np.ndarray]]:
         _sync(self.model)
-        return ops.convert_to_numpy(self.flat())
-
-    def norms(self, weights: np.ndarray) -> np.ndarray:
-        found = np.zeros(len(self.filled))
-        squares = np.square(weights, dtype="float64")
-        found[self.filled] = np.sqrt(np.add.reduceat(squares, self.starts))
-        return found
+        return [[_numpy(v).ravel() for v in b.variables] for b in self.blocks]
 
     def start(self) -> None:
         self.before = self.weights()
 
     def end(self) -> tuple[np.ndarray, np.ndarray]:
         """Norms of the weights before, and of the way that they went."""
-        return self.norms(self.before), self.norms(self.weights() - self.before)
+        moved = [
+            [after - before for after, before in zip(*pair)]
+            for pair in zip(self.weights(), self.before)
+        ]
+        norms = [np.array([*map(_norm, parts)]) for parts in (self.before, moved)]
+        self.before = []
+        return norms[0], norms[1]
+
+
+def _norm(parts: Sequence[np.ndarray]) -> float:
+    square = sum(float(np.vdot(part, part)) for part in parts)
+    if not 1e-30 < square < 1e30:  # some may have under- or overflowed
+        square = sum(float(np.square(part, dtype="float64").sum()) for part in parts)
+    return square**0.5
+
+
+def _numpy(variable: Any) -> np.ndarray:
+    """The value, which later updates do not change."""
+    value = np.asarray(variable.numpy(), "float32")
+    return value if keras.backend.backend() == "tensorflow" else value.copy()
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:

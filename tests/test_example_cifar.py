@@ -80,6 +80,7 @@ def test_a_shortcut_is_every_second_pixel_with_zeros_for_new_channels(rng):
     np.testing.assert_allclose(model(image), expected, atol=1e-6)
 
 
+@pytest.mark.long
 def test_resnet_110_takes_a_real_step(tmp_path):
     settings = {"depth": 110, "classes": 10, "rate": 0.1, "epochs": 1, "images": 8}
     run = Run("deep", "SGDMNG_adap", settings | {"alpha": 0.02}, 0)
@@ -270,6 +271,7 @@ def test_the_input_is_faster_than_the_model(tmp_path, capsys):
     assert "times as long" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_mixed_precision_and_xla_are_flags(tmp_path):
     flags = ["--smoke", "--algorithms", "SGDMNG", "--epochs", "1", "--images", "128"]
     flags += ["--precision", "mixed_float16", "--xla", "--out", str(tmp_path)]
@@ -347,8 +349,9 @@ def finished(process):
     return printed
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_after_its_last_epoch_bit_for_bit(tmp_path):
-    process = command(tmp_path / "killed")
+    whole, process = (command(tmp_path / name) for name in ("whole", "killed"))
     deadline = time.time() + 200
     while not list(tmp_path.glob("killed/*/*.unfinished/1.weights.h5")):
         assert process.poll() is None and time.time() < deadline
@@ -358,10 +361,10 @@ def test_a_killed_run_goes_on_after_its_last_epoch_bit_for_bit(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not list(tmp_path.glob("killed/*/*.json"))
+    finished(whole)
     printed = finished(command(tmp_path / "killed"))
     assert "epochs are in" in printed
     assert "Epoch 1/3" not in printed and "Epoch 3/3" in printed
-    finished(command(tmp_path / "whole"))
     (killed,) = harness.read_all(tmp_path / "killed", "cifar_resnet")
     (whole,) = harness.read_all(tmp_path / "whole", "cifar_resnet")
     assert killed["history"] == whole["history"]

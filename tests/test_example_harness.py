@@ -172,6 +172,7 @@ def test_a_script_exits_with_2(tmp_path):
     assert "unknown algorithms ['Adamm']; known: ['SGDM', 'SGDMNG'" in errors
 
 
+@pytest.mark.long
 def test_a_killed_command_loses_only_the_run_it_was_in(tmp_path):
     flags = ["--data", "sample", "--epochs", 3, "--seeds", 2, "--algorithms", "Adam"]
     process = script(*flags, cwd=tmp_path)

@@ -31,6 +31,7 @@ def test_the_models_have_as_many_layers_and_parameters_as_the_papers(depth, para
     assert model.count_params() == parameters
 
 
+@pytest.mark.long
 def test_adam_ng_learns_where_adam_is_stuck(tmp_path, capsys):
     flags = ["--data", "sample", "--epochs", "60", "--out", str(tmp_path)]
     results = mnist_mlp.main(flags)
