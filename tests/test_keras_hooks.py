@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from helpers import arrays, some_gradients, some_variables, tensors, variable
 
+import keras_bng
 from keras_bng import SGDNG
+from keras_bng.optimizer import steps_of, variables_of, watch
 
 SGD = keras.optimizers.SGD
 
@@ -125,3 +127,30 @@ def test_update_step_gets_a_variable_without_path(rng):
 
     Spy(0.1).apply(tensors([[1.0]]), [variable([1.0], "a/w")])
     assert seen == [False], "the path must be read in `build`"
+
+
+def test_steps_are_counted_apart_from_accumulated_updates():
+    optimizer = SGD(0.1, gradient_accumulation_steps=2)
+    w = keras.Variable([1.0])
+    optimizer.build([w])
+    for _ in range(3):
+        optimizer.apply([keras.ops.ones((1,))], [w])
+    assert int(steps_of(optimizer).numpy()) == 3
+    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 1
+    assert variables_of(optimizer) == [w]
+
+
+@pytest.mark.parametrize("make", [SGD, SGDNG])
+def test_a_hook_on_an_instance_is_called_and_can_be_taken_away(make):
+    optimizer, w, seen = make(0.1), keras.Variable([1.0]), []
+    optimizer.build([w])
+    end = watch(
+        optimizer,
+        keras_bng.partition([w], "variable"),
+        lambda factors: seen.append(factors().gradient_norm),
+    )
+    optimizer.apply([3 * keras.ops.ones((1,))], [w])
+    assert len(seen) == 1
+    end()
+    optimizer.apply([keras.ops.ones((1,))], [w])
+    assert len(seen) == 1
