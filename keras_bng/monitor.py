@@ -84,6 +84,8 @@ class BlockMonitor(keras.callbacks.Callback):
         return {"step": steps, **{name: values[:, i] for i, name in enumerate(COLUMNS)}}
 
     def on_train_begin(self, logs: Any = None) -> None:
+        for part in self._watched:  # of a `fit` that was interrupted
+            part.end()
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)

@@ -205,6 +205,22 @@ def test_it_can_be_used_again_and_after_a_fit_without_it(rng):
         other.fit(*data, callbacks=[seen], **options)
 
 
+def test_an_interrupted_fit_leaves_no_hook_for_the_next(rng):
+    model = compiled(small_model(), MAKE["SGDNG"]())
+    x, y = small_data(rng)
+    seen = BlockMonitor()
+
+    def interrupt(batch, logs=None):
+        raise KeyboardInterrupt
+
+    stop = keras.callbacks.LambdaCallback(on_train_batch_end=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, verbose=0, callbacks=[seen, stop])
+    model.fit(x, y, batch_size=len(x), verbose=0, callbacks=[seen])
+    assert "_scaled" not in vars(model.optimizer)
+    assert seen.history["step"].tolist() == [0, 1]
+
+
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="tf.distribute")
 @pytest.mark.parametrize("name", ["SGD", "SGDNG"])
 def test_on_two_replicas(name, rng):
