@@ -363,7 +363,7 @@ def results_table(results: list[Result]) -> str:
     settings = results[0]["settings"]
     word = qualifier(results)
     rows = []
-    for depth in distinct(results, "depth"):
+    for depth in report.distinct(results, "depth"):
         for name in dict.fromkeys(result["algorithm"] for result in results):
             found = report.matching(results, name, depth=depth)
             loss, test = (
@@ -379,10 +379,6 @@ def results_table(results: list[Result]) -> str:
     return report.table(
         ["model", "algorithm", "train loss", "test error, %", "the paper's, %"], rows
     )
-
-
-def distinct(results: list[Result], setting: str) -> list[Any]:
-    return list(dict.fromkeys(result["settings"][setting] for result in results))
 
 
 def claims(results: list[Result]) -> list[Claim]:
@@ -451,7 +447,7 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
     }[settings["data"]]
     title = f"{what}, {protocol(results)}"
     name = f"{EXPERIMENT}_{settings['classes']}"
-    depths = distinct(results, "depth")
+    depths = report.distinct(results, "depth")
     panels = [
         (f"ResNet-{depth}, {base}", {"depth": depth, "rate": rate})
         for depth in depths

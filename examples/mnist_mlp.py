@@ -123,21 +123,17 @@ def held_out_loss(
 def best_rate(results: list[Result], algorithm: str, depth: int) -> float:
     """The largest rate whose loss is within 0.01 of the best: where no rate learns
     anything, the smallest difference should not choose one that never could."""
-    rates = distinct(report.matching(results, algorithm, depth=depth), "rate")
+    rates = report.distinct(report.matching(results, algorithm, depth=depth), "rate")
     losses = {rate: held_out_loss(results, algorithm, depth, rate) for rate in rates}
     return max(r for r in rates if losses[r] <= min(losses.values()) + 0.01)
 
 
-def distinct(results: list[Result], setting: str) -> list[Any]:
-    return list(dict.fromkeys(result["settings"][setting] for result in results))
-
-
 def search_table(results: list[Result]) -> str:
-    rates = sorted(distinct(results, "rate"))
+    rates = sorted(report.distinct(results, "rate"))
     rows = []
     for algorithm in SEARCHED:
         found = report.matching(results, algorithm)
-        for depth in sorted(distinct(found, "depth")):
+        for depth in sorted(report.distinct(found, "depth")):
             best = best_rate(results, algorithm, depth)
             losses = {r: held_out_loss(results, algorithm, depth, r) for r in rates}
             cells = [
@@ -149,7 +145,7 @@ def search_table(results: list[Result]) -> str:
 
 def results_table(results: list[Result]) -> str:
     rows = []
-    for depth in sorted(distinct(results, "depth")):
+    for depth in sorted(report.distinct(results, "depth")):
         for algorithm in PAPER:
             found = report.matching(results, algorithm, depth=depth)
             if not found:
@@ -243,7 +239,7 @@ def write_report(results: list[Result], options: argparse.Namespace) -> None:
     sample = results[0]["settings"]["data"] == "sample"
     title = f"{'SAMPLE of ' * sample}MNIST, sigmoid MLP, batch {BATCH}, {epochs} epochs"
     name = EXPERIMENT if options.paper else f"{EXPERIMENT}_short"
-    depths = distinct(results, "depth")
+    depths = report.distinct(results, "depth")
     panels = [(f"{depth} layers", {"depth": depth}) for depth in depths]
     report.curves(results, panels, options.out / f"{name}.png", title=title)
     parts = [

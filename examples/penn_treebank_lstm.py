@@ -237,14 +237,14 @@ def search(options: argparse.Namespace, corpus: data.Corpus) -> list[Result]:
 
 def search_table(results: list[Result]) -> str:
     rows = []
-    for length in distinct(results, "bptt"):
+    for length in report.distinct(results, "bptt"):
         for name in SEARCHED:
             found = report.matching(results, name, bptt=length)
             if not found:
                 continue
             losses = {
                 rate: float(last(found, name, "val_log_perplexity", rate=rate).mean())
-                for rate in sorted(distinct(found, "rate"))
+                for rate in sorted(report.distinct(found, "rate"))
             }
             best = min(losses, key=lambda rate: np.nan_to_num(losses[rate], nan=np.inf))
             cells = [
@@ -255,13 +255,9 @@ def search_table(results: list[Result]) -> str:
     return report.table(["BPTT", "algorithm", *(f"{r:g}" for r in sorted(GRID))], rows)
 
 
-def distinct(results: list[Result], setting: str) -> list[Any]:
-    return list(dict.fromkeys(result["settings"][setting] for result in results))
-
-
 def results_table(results: list[Result]) -> str:
     rows = []
-    for length in distinct(results, "bptt"):
+    for length in report.distinct(results, "bptt"):
         for name in ALGORITHMS:
             found = report.matching(results, name, bptt=length)
             if not found:
@@ -299,7 +295,7 @@ def claims(results: list[Result]) -> list[Claim]:
     def loss(name: str, metric: str, length: int) -> float:
         return float(last(results, name, metric, bptt=length).mean())
 
-    for length in distinct(results, "bptt"):
+    for length in report.distinct(results, "bptt"):
         for metric, where in metrics:
             losses = {name: loss(name, metric, length) for name in ALGORITHMS}
             best = min(losses, key=lambda name: np.nan_to_num(losses[name], nan=np.inf))
@@ -322,7 +318,7 @@ def claims(results: list[Result]) -> list[Claim]:
 def write_report(results: list[Result], out: pathlib.Path) -> None:
     sample = results[0]["settings"]["data"] == "sample"
     title = f"{'SAMPLE in place of ' * sample}Penn Treebank, LSTM, batch {BATCH}"
-    lengths = distinct(results, "bptt")
+    lengths = report.distinct(results, "bptt")
     panels = [(f"BPTT {length}", {"bptt": length}) for length in lengths]
     metrics = [
         ("log_perplexity", "train log perplexity"),

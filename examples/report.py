@@ -59,6 +59,11 @@ def matching(
     ]
 
 
+def distinct(results: Iterable[Result], setting: str) -> list[Any]:
+    """The values of a setting, in their order."""
+    return list(dict.fromkeys(result["settings"][setting] for result in results))
+
+
 def histories(results: Sequence[Result], metric: str) -> np.ndarray:
     """One row a seed, one column an epoch.
 

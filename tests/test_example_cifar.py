@@ -320,7 +320,7 @@ assert strategy.num_replicas_in_sync == 2
 """
 
 
-def test_a_run_on_two_replicas_trains_and_resumes(tmp_path):
+def test_a_run_on_two_replicas_trains(tmp_path):
     flags = ["--smoke", "--algorithms", "SGDMNG", "--images", "256"]
     command = [sys.executable, "-c", REPLICAS, *flags, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=SCRIPT.parent, capture_output=True, text=True)
