@@ -352,8 +352,8 @@ def _csv_file(path: pathlib.Path) -> Any:
     """Opened to append to; what is left of a half-written line is cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        text = path.read_bytes()
-        path.write_bytes(text[: text.rfind(b"\n") + 1])
+        with open(path, "r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
     file = open(path, "a", newline="")  # noqa: SIM115
     if file.tell() == 0:
         csv.writer(file).writerow(["step", "block", *COLUMNS])
