@@ -1,7 +1,7 @@
 """What `BlockMonitor` costs in `fit`: a training step with it beside one without.
 
     pip install -e ".[benchmarks]"
-    python -m benchmarks.monitor           # about 5 minutes on 2 cores
+    python -m benchmarks.monitor           # three models
     python -m benchmarks.monitor --quick   # a minute, to see that it works
 
 Records every 10 steps, in memory and to `blocks.csv` and TensorBoard. A turn is 20
