@@ -118,8 +118,9 @@ class BlockMonitor(keras.callbacks.Callback):
         if not self._due:
             return
         seen = [part.last() for part in self._watched]
-        step = max((number for number, _ in seen), default=-1)
-        if step < 0 or (self._rows and step <= self._rows[-1][0]):
+        numbers = [number for number, _ in seen] or [-1]
+        step = max(numbers)
+        if min(numbers) < 0 or (self._rows and step <= self._rows[-1][0]):
             self._steps = self._count_steps()  # a loss scale skipped the update
             return
         gradient_norm, factor, kept = np.concatenate([rows for _, rows in seen], 1)
@@ -301,38 +302,43 @@ class _Movement:
     """How far each block's weights go between `start` and `end`, and their norm."""
 
     def __init__(self, blocks: Sequence[Block], model: keras.Model) -> None:
-        self.blocks = blocks
         self.model = model
+        self.readers = [[_reader(v) for v in block.variables] for block in blocks]
 
-    def weights(self) -> list[list[np.ndarray]]:
+    def weights(self) -> list[np.ndarray]:
         _sync(self.model)
-        return [[_numpy(v).ravel() for v in b.variables] for b in self.blocks]
+        return [
+            np.concatenate([np.ravel(read()) for read in readers], dtype="float32")
+            for readers in self.readers
+        ]
 
     def start(self) -> None:
         self.before = self.weights()
 
     def end(self) -> tuple[np.ndarray, np.ndarray]:
         """Norms of the weights before, and of the way that they went."""
-        moved = [
-            [after - before for after, before in zip(*pair)]
-            for pair in zip(self.weights(), self.before)
-        ]
+        moved = [after - before for after, before in zip(self.weights(), self.before)]
         norms = [np.array([*map(_norm, parts)]) for parts in (self.before, moved)]
         self.before = []
         return norms[0], norms[1]
 
 
-def _norm(parts: Sequence[np.ndarray]) -> float:
-    square = sum(float(np.vdot(part, part)) for part in parts)
+def _norm(part: np.ndarray) -> float:
+    square = float(np.vdot(part, part))
     if not 1e-30 < square < 1e30:  # some may have under- or overflowed
-        square = sum(float(np.square(part, dtype="float64").sum()) for part in parts)
+        square = float(np.square(part, dtype="float64").sum())
     return square**0.5
 
 
-def _numpy(variable: Any) -> np.ndarray:
-    """The value, which later updates do not change."""
-    value = np.asarray(variable.numpy(), "float32")
-    return value if keras.backend.backend() == "tensorflow" else value.copy()
+def _reader(variable: Any) -> Callable[[], Any]:
+    """Reads the value: for TensorFlow in a quarter of the time of `variable.numpy`."""
+    if keras.backend.backend() != "tensorflow":
+        return variable.numpy
+    import tensorflow as tf
+
+    value = getattr(variable.value, "values", [variable.value])[0]  # of replicas
+    read = tf.raw_ops.ReadVariableOp
+    return lambda: read(resource=value.handle, dtype=value.dtype).numpy()
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
