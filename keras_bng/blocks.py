@@ -104,16 +104,15 @@ def partition(variables: Sequence[Any], blocks: BlockSpec = "layer") -> Blocks:
     Returns:
         A tuple of `Block(name, variables)`. Names are unique.
 
-    Example:
-
-    >>> import keras
-    >>> model = keras.Sequential([keras.layers.Dense(3, name="a"),
-    ...                           keras.layers.Dense(1, name="b")], name="net")
-    >>> model.build((None, 2))
-    >>> [(b.name, len(b.variables)) for b in partition(model.trainable_variables)]
-    [('net/a', 2), ('net/b', 2)]
-    >>> [b.name for b in partition(model.trainable_variables, [("bias", None)])]
-    ['net/a', 'net/b']
+    Examples:
+        >>> import keras
+        >>> model = keras.Sequential([keras.layers.Dense(3, name="a"),
+        ...                           keras.layers.Dense(1, name="b")], name="net")
+        >>> model.build((None, 2))
+        >>> [(b.name, len(b.variables)) for b in partition(model.trainable_variables)]
+        [('net/a', 2), ('net/b', 2)]
+        >>> [b.name for b in partition(model.trainable_variables, [("bias", None)])]
+        ['net/a', 'net/b']
     """
     name_of = _naming(variables, check_spec(blocks))
     members: dict[Any, list[int]] = {}

@@ -41,20 +41,19 @@ class BlockMonitor(keras.callbacks.Callback):
             was not finite), and `relative_step`, the length of the update divided by
             the weights' norm.
 
-    Example:
-
-    >>> import keras, numpy as np
-    >>> from keras_bng import AdamNG
-    >>> layer = keras.layers.Dense(2, name="dense")
-    >>> model = keras.Sequential([keras.Input((3,)), layer], name="model")
-    >>> model.compile(optimizer=AdamNG(0.01), loss="mse")
-    >>> monitor = BlockMonitor(every=2)
-    >>> data = np.ones((8, 3)), np.ones((8, 2))
-    >>> _ = model.fit(*data, batch_size=2, verbose=0, callbacks=[monitor])
-    >>> monitor.blocks
-    ['model/dense']
-    >>> monitor.history["step"].tolist()
-    [0, 2]
+    Examples:
+        >>> import keras, numpy as np
+        >>> from keras_bng import AdamNG
+        >>> layer = keras.layers.Dense(2, name="dense")
+        >>> model = keras.Sequential([keras.Input((3,)), layer], name="model")
+        >>> model.compile(optimizer=AdamNG(0.01), loss="mse")
+        >>> monitor = BlockMonitor(every=2)
+        >>> data = np.ones((8, 3)), np.ones((8, 2))
+        >>> _ = model.fit(*data, batch_size=2, verbose=0, callbacks=[monitor])
+        >>> monitor.blocks
+        ['model/dense']
+        >>> monitor.history["step"].tolist()
+        [0, 2]
     """
 
     def __init__(
@@ -432,7 +431,7 @@ def plot(monitors: dict[str, BlockMonitor], path: str | pathlib.Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = [0.2 * max(len(monitor.blocks), 8) for monitor in monitors.values()]
+    heights = [0.17 * max(len(monitor.blocks), 8) for monitor in monitors.values()]
     figure = Figure(figsize=(9, sum(heights) + 1.1 + 0.6 * len(heights)))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
@@ -463,13 +462,21 @@ def plot(monitors: dict[str, BlockMonitor], path: str | pathlib.Path) -> None:
         )
     for row, (title, monitor) in zip(axes, monitors.items()):
         every = -(-len(monitor.blocks) // 40)
-        names = monitor.blocks[::every]
+        names = _without_the_model(monitor.blocks)[::every]
         row[0].set_yticks(range(0, len(monitor.blocks), every), names, fontsize=8)
         row[1].set_yticks([])
         row[0].set_title(title, loc="left")
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+
+
+def _without_the_model(names: Sequence[str]) -> Sequence[str]:
+    """`model/dense` where all are in one model is `dense`."""
+    parts = [name.partition("/") for name in names]
+    one_model = len({first for first, _, _ in parts}) == 1
+    short = [rest for _, _, rest in parts]
+    return short if one_model and all(short) else names
 
 
 def _logarithms(history: dict[str, np.ndarray], name: str) -> np.ma.MaskedArray:
@@ -491,14 +498,13 @@ def block_summary(
             Default: the optimizer's own, if it is one of ours, else `"layer"`.
         print_fn: Gets the table, as in `model.summary`.
 
-    Example:
-
-    >>> import keras
-    >>> model = keras.Sequential(
-    ...     [keras.Input((4,)), keras.layers.Dense(3, name="one")]
-    ... )
-    >>> block_summary(model, print_fn=lambda table: print("one" in table))
-    True
+    Examples:
+        >>> import keras
+        >>> model = keras.Sequential(
+        ...     [keras.Input((4,)), keras.layers.Dense(3, name="one")]
+        ... )
+        >>> block_summary(model, print_fn=lambda table: print("one" in table))
+        True
     """
     variables, spec = _variables_and_spec(model_or_optimizer)
     parts = partition(variables, spec if blocks is None else blocks)

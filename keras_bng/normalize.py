@@ -51,15 +51,14 @@ def normalize(
         The list of scaled gradients, in the same order and dtypes. Zero stays zero; a
         block with a NaN or Inf in it comes back as zero.
 
-    Example:
-
-    >>> import keras, keras_bng
-    >>> w = [keras.Variable([1.0, 1.0], name="w"), keras.Variable([1.0], name="b")]
-    >>> g = [keras.ops.array([3.0, 0.0]), keras.ops.array([4.0])]
-    >>> blocks = keras_bng.partition(w, "model")
-    >>> a, b = normalize(g, w, blocks)
-    >>> print(keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b))
-    [0.6 0. ] [0.8]
+    Examples:
+        >>> import keras, keras_bng
+        >>> w = [keras.Variable([1.0, 1.0], name="w"), keras.Variable([1.0], name="b")]
+        >>> g = [keras.ops.array([3.0, 0.0]), keras.ops.array([4.0])]
+        >>> blocks = keras_bng.partition(w, "model")
+        >>> a, b = normalize(g, w, blocks)
+        >>> print(keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b))
+        [0.6 0. ] [0.8]
     """
     rule = rules.get(rule)
     if len(gradients) != len(weights):

@@ -32,14 +32,13 @@ class SGDNG(BlockNormalized, backend_class(keras.optimizers.SGD)):
     `keras_bng.BlockNormalized`. Without momentum, the gradient of an `Embedding` stays
     sparse and a step costs what its touched rows cost.
 
-    Example:
-
-    >>> import keras
-    >>> w = keras.Variable([3.0, 4.0])
-    >>> optimizer = SGDNG(learning_rate=0.1)
-    >>> optimizer.apply([keras.ops.array([30.0, 40.0])], [w])
-    >>> print(w.numpy().round(3))
-    [2.94 3.92]
+    Examples:
+        >>> import keras
+        >>> w = keras.Variable([3.0, 4.0])
+        >>> optimizer = SGDNG(learning_rate=0.1)
+        >>> optimizer.apply([keras.ops.array([30.0, 40.0])], [w])
+        >>> print(w.numpy().round(3))
+        [2.94 3.92]
     """
 
     def __init__(
@@ -94,14 +93,13 @@ class AdamNG(BlockNormalized, backend_class(keras.optimizers.Adam)):
     defaults to the paper's 1e-8), then `blocks`, `rule`, `l2` and `jit_compile`: see
     `keras_bng.BlockNormalized`.
 
-    Example:
-
-    >>> import keras
-    >>> w = keras.Variable([1.0, 2.0])
-    >>> optimizer = AdamNG(learning_rate=0.1)
-    >>> optimizer.apply([keras.ops.array([1e-30, 0.0])], [w])  # Adam would not move
-    >>> print(w.numpy().round(3))
-    [0.9 2. ]
+    Examples:
+        >>> import keras
+        >>> w = keras.Variable([1.0, 2.0])
+        >>> optimizer = AdamNG(learning_rate=0.1)
+        >>> optimizer.apply([keras.ops.array([1e-30, 0.0])], [w])  # Adam would not move
+        >>> print(w.numpy().round(3))
+        [0.9 2. ]
     """
 
     def __init__(
@@ -157,11 +155,11 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
     Args:
         learning_rate: The paper's eta. Defaults to `0.01`.
         delta: Added to the root of the accumulator, above 0. Defaults to `1e-8`.
-        blocks, l2, jit_compile: See `keras_bng.BlockNormalized`. `l2 * w` is added to
-            both, the raw gradient of the step and the accumulated one: were it only
-            in the step, a weight whose gradient is 0 would be divided by `delta`.
 
-    All other arguments are those of every Keras optimizer.
+    All other arguments are those of every Keras optimizer and, but for `rule`, of
+    `keras_bng.BlockNormalized`. `l2 * w` is added to both, the raw gradient of the step
+    and the accumulated one: were it only in the step, a weight whose gradient is 0
+    would be divided by `delta`.
     """
 
     def __init__(
@@ -296,20 +294,22 @@ def block_normalized(
     Args:
         optimizer: An instance of a Keras optimizer. It is not changed; its settings,
             schedule and, if it was built, its state are taken over.
-        blocks, rule, l2, jit_compile: See `keras_bng.BlockNormalized`.
+        blocks: See `keras_bng.BlockNormalized`, also for the next three.
+        rule: What each block's gradient is scaled by.
+        l2: Added to the gradient, times the weights, after it was scaled.
+        jit_compile: How a step that is called eagerly on TensorFlow runs.
 
     Returns:
         An optimizer of a subclass of `optimizer`'s class: not a wrapper around it, so
         that callbacks, saving and `optimizer.learning_rate` work as with the original.
 
-    Example:
-
-    >>> import keras
-    >>> optimizer = block_normalized(keras.optimizers.Lion(1e-4, beta_1=0.95))
-    >>> type(optimizer).__name__, isinstance(optimizer, keras.optimizers.Lion)
-    ('LionNG', True)
-    >>> optimizer.beta_1
-    0.95
+    Examples:
+        >>> import keras
+        >>> optimizer = block_normalized(keras.optimizers.Lion(1e-4, beta_1=0.95))
+        >>> type(optimizer).__name__, isinstance(optimizer, keras.optimizers.Lion)
+        ('LionNG', True)
+        >>> optimizer.beta_1
+        0.95
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(

@@ -13,6 +13,7 @@ if keras.backend.backend() != "tensorflow":
 
 import data
 import harness
+import mnist_blocks
 import mnist_mlp
 
 PUBLISHED = pathlib.Path(mnist_mlp.__file__).parent / "results"
@@ -50,6 +51,26 @@ def test_a_smoke_run_works(mode, tmp_path):
     results = mnist_mlp.main([*mode, "--smoke", "--out", str(tmp_path)])
     assert all(len(result["history"]["loss"]) == 2 for result in results)
     assert all(result["settings"]["data"] == "sample" for result in results)
+
+
+def test_the_picture_shows_what_vanishes_under_adam_and_moves_under_adam_ng(
+    tmp_path, capsys
+):
+    monitors = mnist_blocks.main(["--smoke", "--epochs", "1", "--out", str(tmp_path)])
+    first = {name: seen.history for name, seen in monitors.items()}
+    for history in first.values():
+        norms = history["gradient_norm"][0]
+        assert len(norms) == 18 and norms[0] < 1e-8 < 0.1 < norms[-1]
+    assert first["Adam"]["relative_step"][:, 0].max() < 1e-6
+    assert first["AdamNG"]["relative_step"].min() > 1e-4
+    assert (tmp_path / "mnist_blocks.png").stat().st_size > 20_000
+    assert "| AdamNG | first (0) |" in capsys.readouterr().out
+
+
+def test_a_picture_of_several_seeds_exits_with_2():
+    with pytest.raises(SystemExit) as stopped:
+        mnist_blocks.main(["--seeds", "2"])
+    assert stopped.value.code == 2
 
 
 @pytest.mark.parametrize("flags", [["--paper"], ["--algorithms", "SGDM", "Adam"]])
