@@ -366,8 +366,10 @@ def results_table(results: list[Result]) -> str:
     word = qualifier(results)
     rows = []
     for depth in report.distinct(results, "depth"):
-        for name in dict.fromkeys(result["algorithm"] for result in results):
+        for name in ALGORITHMS:
             found = report.matching(results, name, depth=depth)
+            if not found:
+                continue
             loss, test = (
                 word + plus_minus(report.histories(found, metric)[:, -1], digits)
                 for metric, digits in (("loss", 3), ("val_error", 2))

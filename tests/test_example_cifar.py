@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from harness import Run
 from keras_bng import Adaptive, Clip
 
 SCRIPT = pathlib.Path(cifar_resnet.__file__)
+PUBLISHED = SCRIPT.parent / "results"
 PAPER = {20: 0.27, 32: 0.46, 44: 0.66, 56: 0.85, 110: 1.7}  # He et al., in millions
 
 
@@ -476,3 +478,33 @@ def test_the_papers_protocol_is_not_called_reduced(tmp_path):
     results = made_up(ERRORS)
     assert cifar_resnet.protocol(results) == "the paper's protocol"
     assert "reduced" not in cifar_resnet.results_table(results)
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_the_published_section_is_what_the_results_say(classes, tmp_path):
+    """No number in RESULTS.md that is not in the JSONs."""
+    out = tmp_path / "results"
+    shutil.copytree(PUBLISHED / cifar_resnet.SPEED, out / cifar_resnet.SPEED)
+    results = published(classes)
+    cifar_resnet.write_report(results, out)
+    name = f"{cifar_resnet.EXPERIMENT}_{classes}.md"
+    assert (out / name).read_text() == (PUBLISHED / name).read_text()
+    word = {10: "REDUCED", 100: "SMOKE RUN on a part of CIFAR-100"}[classes]
+    assert word in (out / name).read_text().splitlines()[0]
+
+
+def published(classes):
+    results = harness.read_all(PUBLISHED, cifar_resnet.EXPERIMENT)
+    return [r for r in results if r["settings"]["classes"] == classes]
+
+
+def test_the_published_results_are_of_all_eight_and_of_the_reduced_protocol():
+    results = published(10)
+    runs = {(result["algorithm"], result["seed"]) for result in results}
+    assert runs == {(name, seed) for name in cifar_resnet.ALGORITHMS for seed in (0, 1)}
+    assert len(results) == len(runs)
+    for result in results:
+        settings, history = result["settings"], result["history"]
+        assert (settings["depth"], settings["images"]) == (20, 20_000)
+        assert settings["epochs"] == len(history["val_loss"]) == 16
+        assert settings["data"] == "full" and "10,000" in result["data"]

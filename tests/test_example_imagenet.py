@@ -1,5 +1,7 @@
 """`examples/imagenet_resnet.py`, from start to end on mocked ImageNet."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -164,3 +166,12 @@ def test_claims(error, broken):
     ]
     claims = imagenet_resnet.claims(results)
     assert [claim.text for claim in claims if not claim.held] == broken
+
+
+def test_the_published_section_has_the_papers_table_and_says_that_it_was_not_run():
+    published = pathlib.Path(imagenet_resnet.__file__).parent / "results"
+    text = (published / f"{imagenet_resnet.EXPERIMENT}.md").read_text()
+    assert "NOT RUN" in text
+    assert not (published / imagenet_resnet.EXPERIMENT).exists()
+    for name, (top_1, top_5) in imagenet_resnet.PAPER.items():
+        assert f"| {name} | {top_1:.2f} | {top_5:.2f} | not run |" in text
