@@ -223,7 +223,8 @@ def train_all(
 
 
 def search(options: argparse.Namespace, corpus: data.Corpus) -> list[Result]:
-    """One grid for both, judged on the validation text."""
+    """One grid for both, one epoch, judged on the validation text."""
+    options.epochs = options.epochs or 1
     label = f"{corpus.label}; judged on the validation text"
     variants = [
         (name, length, rate)
@@ -341,7 +342,8 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
     if searched:
         parts += [
             "The paper gives no rate for SGDM. SGDM's and SGDMNG's are from one grid: "
-            "the lowest log perplexity of the validation text.",
+            "the lowest log perplexity of the validation text, epochs: "
+            f"{searched[0]['settings']['epochs']}.",
             search_table(searched),
             report.what_was_run(searched),
         ]
