@@ -69,22 +69,6 @@ SEARCHES = {
 }
 HELD_OUT = 5_000
 
-EXPLANATION = """\
-NG_adap is the lowest with both seeds, in both families. Of the claims that did not
-hold, SGDM is ahead of SGDMNG, and AdamNG and AdamCLIP of Adam, with both seeds, too;
-but two seeds of one algorithm differ by up to 3.6 points with SGD and 1.0 with Adam,
-and two do not decide much. In this REDUCED protocol a network gets 2,512 updates, in
-the paper's 62,560. Nothing was tuned here: rates, threshold and ratio are the paper's,
-chosen for 160 epochs.
-
-Our best explanation of what did not hold: SGDMNG moves every layer by the same length,
-the 32 weights of a batch normalization as far as the 2,304 of the convolution before
-it. At a rate of 0.1 that is rough, and here only 8 epochs follow the first drop of the
-rate, not 80. NG_adap takes each layer's own length into account, and has the lowest
-train loss too, in place of NG. Adam divides by the size of its gradient anyway:
-clipped, normalized or neither, its four versions are within 0.7 points. (Each run had
-one core. The minutes above have a pause of about 20 in them, in each of two runs.)"""
-
 SPEED = f"{EXPERIMENT}_speed"
 
 # Test error in percent: Tables 1 and 2.
@@ -495,20 +479,10 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
                     f"What the paper says, at ResNet-{depth}, mean over seeds:",
                     report.claims_table(claims(found)),
                 ]
-        if is_published(settings):
-            parts.append(EXPLANATION)
         measured = harness.read_all(out, SPEED)
         if measured:
             parts += ["Is the input fast enough?", speed_text(measured)]
     report.section(out, name, f"{title} (section 4.2)", parts)
-
-
-def is_published(settings: dict[str, Any]) -> bool:
-    """Whether the explanation, which is of what we ran, belongs to these results."""
-    reduced = PROTOCOLS["reduced"]
-    return settings["classes"] == 10 and all(
-        settings[name] == reduced[name] for name in ("epochs", "images")
-    )
 
 
 def distinct_rates(results: list[Result]) -> dict[str, float]:

@@ -47,18 +47,6 @@ RATES = {
     "Adam": dict.fromkeys(DEPTHS, 0.001),
     "AdamNG": dict.fromkeys(DEPTHS, 0.001),
 }
-EXPLANATION = """\
-Where it did not hold: at 6 layers nothing vanishes, and a normalized step does not get
-shorter near a minimum. With constant rates the NG versions are ahead of SGDM at first,
-no longer fall after about 20 epochs, and overfit; plain Adam and SGDM end lower.
-SGDMNG's rate is the best of the grid here, thus a small one, which fluctuates little;
-the paper's is not known. In the figure, what is stuck at 2.30 lies on one line: SGDM
-and AdaGrad at 12 layers, SGDM, AdaGrad and Adam at 18.
-
-Decided after seeing results: how a rate is picked where SGDM learns with none (below),
-and that fluctuation leaves out a straight descent. Counting plain jumps from epoch to
-epoch, the claim did not hold either."""
-
 SEARCH = f"{EXPERIMENT}_search"
 SEARCHED = ("SGDM", "SGDMNG")
 GRID = (3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
@@ -252,8 +240,6 @@ def write_report(results: list[Result], options: argparse.Namespace) -> None:
             "What the paper says of its figure, mean over seeds, after the last epoch:",
             report.claims_table(claims(results)),
         ]
-        if not sample and epochs == 30:
-            parts.append(EXPLANATION)
     searched = harness.read_all(options.out, SEARCH)
     if options.paper and searched:
         parts += [

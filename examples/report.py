@@ -205,7 +205,14 @@ def save(figure: Any, path: pathlib.Path) -> None:
 
 
 def section(out: pathlib.Path, name: str, heading: str, parts: Sequence[str]) -> None:
-    """Prints the parts; writes `<out>/<name>.md`, with the figure of that name."""
+    """Prints the parts; writes `<out>/<name>.md`, with the figure of that name.
+
+    What was written by hand on the very results in `out`, and is true of no others, is
+    in `<out>/<name>.remarks.txt`, and comes last.
+    """
+    remarks = out / f"{name}.remarks.txt"
+    if remarks.exists():
+        parts = [*parts, remarks.read_text().strip()]
     figure = f"![{heading}]({out.name}/{name}.png)"
     text = "\n\n".join([f"## {heading}", figure, *parts])
     write_text(out / f"{name}.md", text + "\n")

@@ -485,6 +485,9 @@ def test_the_published_section_is_what_the_results_say(classes, tmp_path):
     """No number in RESULTS.md that is not in the JSONs."""
     out = tmp_path / "results"
     shutil.copytree(PUBLISHED / cifar_resnet.SPEED, out / cifar_resnet.SPEED)
+    remarks = PUBLISHED / f"{cifar_resnet.EXPERIMENT}_{classes}.remarks.txt"
+    if remarks.exists():
+        shutil.copy(remarks, out)
     results = published(classes)
     cifar_resnet.write_report(results, out)
     name = f"{cifar_resnet.EXPERIMENT}_{classes}.md"

@@ -254,3 +254,16 @@ def test_the_published_results_md_is_what_the_sections_say(tmp_path):
     assert report.assemble(copy).read_text() == published.read_text()
     for figure in re.findall(r"\]\((\S+\.png)\)", published.read_text()):
         assert (EXAMPLES / figure).exists()
+
+
+def test_remarks_go_with_the_results_beside_which_they_are(tmp_path, capsys):
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "ours" / "mlp.remarks.txt").write_text("SGD paused.\n")
+    for name in ("ours", "theirs"):
+        report.section(tmp_path / name, "mlp", "MLP", ["A table."])
+    assert (
+        (tmp_path / "ours" / "mlp.md").read_text().endswith("A table.\n\nSGD paused.\n")
+    )
+    assert (tmp_path / "theirs" / "mlp.md").read_text().endswith("A table.\n")
+    assert report.assemble(tmp_path / "ours").read_text().count("SGD paused.") == 1

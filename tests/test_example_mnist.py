@@ -84,6 +84,7 @@ def test_the_published_section_is_what_the_results_say(tmp_path):
     """No number in RESULTS.md that is not in the JSONs."""
     out = tmp_path / "results"
     shutil.copytree(PUBLISHED / mnist_mlp.SEARCH, out / mnist_mlp.SEARCH)
+    shutil.copy(PUBLISHED / f"{mnist_mlp.EXPERIMENT}.remarks.txt", out)
     results = harness.read_all(PUBLISHED, mnist_mlp.EXPERIMENT)
     results = [result for result in results if result["settings"]["epochs"] == 30]
     mnist_mlp.write_report(results, argparse.Namespace(out=out, paper=True))
