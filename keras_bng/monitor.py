@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import itertools
 import pathlib
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_bng.blocks import Block, BlockSpec, check_spec, partition
-from keras_bng.optimizer import BlockNormalized, steps_of, variables_of, watch
+from keras_bng.blocks import BlockSpec, check_spec, partition
+from keras_bng.normalize import values_of
+from keras_bng.norms import block_norms
+from keras_bng.optimizer import BlockNormalized, Watch, steps_of, variables_of
+from keras_bng.picture import plot
 
+VERSION = "brain.Event:2"  # that TensorBoard reads
 COLUMNS = ("gradient_norm", "weight_norm", "factor", "skipped", "relative_step")
 
 
@@ -23,8 +30,9 @@ class BlockMonitor(keras.callbacks.Callback):
 
     For our optimizers and, to see a vanishing gradient before switching, for any other
     Keras optimizer: its `factor` is 1. Works on every backend, compiled or not, on
-    replicas, with accumulated gradients and with loss scaling. While it is not in use,
-    a step costs what it always does.
+    replicas, with accumulated gradients and with loss scaling. Steps that are recorded
+    run in a training function of their own, which is traced when the first one comes;
+    all others run in the one that `fit` has without a monitor.
 
     Args:
         log_dir: Where `blocks.csv` grows, a line a block and record, and TensorBoard
@@ -74,6 +82,7 @@ class BlockMonitor(keras.callbacks.Callback):
         self._events = _Events(self.log_dir) if log_dir and tensorboard else None
         self._file: Any = None
         self._watched: list[_Watched] = []
+        self._traced_for: Any = None
 
     @property
     def history(self) -> dict[str, np.ndarray]:
@@ -83,61 +92,84 @@ class BlockMonitor(keras.callbacks.Callback):
         return {"step": steps, **{name: values[:, i] for i, name in enumerate(COLUMNS)}}
 
     def on_train_begin(self, logs: Any = None) -> None:
-        for part in self._watched:  # of a `fit` that was interrupted
-            part.end()
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        self._watched = [
+        plain = self.model.train_function
+        if _monitor_of(plain) is self:  # left there by a `fit` that was interrupted
+            plain = self._plain
+        if self._traced_for != (plain, optimizer):
+            self._watch_anew(plain, optimizer)
+        self._due = False
+        self.model.train_function = self._train_function
+        self._steps = self._count_steps()
+        self._next = self._next_record()
+        if self.log_dir and self._file is None:
+            self._file = _csv_file(self.log_dir / "blocks.csv")
+
+    def _watch_anew(self, plain: Any, optimizer: Any) -> None:
+        watched = [
             _Watched(inner, self._spec, self.every, self.model)
             for inner in inner_optimizers(optimizer)
         ]
-        blocks = [block for part in self._watched for block in part.blocks]
-        names = [block.name for block in blocks]
+        names = [block.name for part in watched for block in part.blocks]
         if self._rows and names != self.blocks:
             raise ValueError(
                 "A BlockMonitor stays with one model: its records are of the blocks "
                 f"{self.blocks}, and this model has {names}. Use a new BlockMonitor."
             )
-        self.blocks = names
-        self._movement = _Movement(blocks, self.model)
-        self._steps = self._count_steps()
-        if self.log_dir and self._file is None:
-            self._file = _csv_file(self.log_dir / "blocks.csv")
-        self.model.make_train_function(force=True)  # traced anew, with the watching
+        self.blocks, self._watched, self._plain = names, watched, plain
+        self.model.make_train_function(force=True)
+        self._watching = self.model.train_function
+        self._traced_for = plain, optimizer
+
+    def _train_function(self, *args: Any) -> Any:
+        """Stands in for the model's: watches the steps that are to be recorded."""
+        due, self._due = self._due, False
+        if not due:
+            return self._plain(*args)
+        with self._watch():
+            return self._watching(*args)
+
+    @contextlib.contextmanager
+    def _watch(self) -> Iterator[None]:
+        """Also for another monitor, whose turn it may be in the same step."""
+        other = _monitor_of(self._plain)
+        with contextlib.ExitStack() as stack:
+            if other:
+                stack.enter_context(other._watch())
+            for part in self._watched:
+                stack.enter_context(part.watch)
+            yield
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._first = batch
-        self._due = self._is_due(self.model.steps_per_execution)
-        if self._due:
-            self._movement.start()
+        self._due = self._records = self._steps >= self._next
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._steps += batch - self._first + 1
-        if not self._due:
+        if not self._records:
             return
         seen = [part.last() for part in self._watched]
         numbers = [number for number, _ in seen] or [-1]
         step = max(numbers)
         if min(numbers) < 0 or (self._rows and step <= self._rows[-1][0]):
             self._steps = self._count_steps()  # a loss scale skipped the update
-            return
-        gradient_norm, factor, kept = np.concatenate([rows for _, rows in seen], 1)
-        weight_norm, moved = self._movement.end()
-        relative = moved / np.where(weight_norm > 0, weight_norm, 1)
-        row = np.stack([gradient_norm, weight_norm, factor, 1 - kept, relative])
-        self._rows.append((step, row))
-        self._write(step, row)
+        else:
+            row = np.concatenate([rows for _, rows in seen], 1)
+            self._rows.append((step, row))
+            self._write(step, row)
+        self._next = self._next_record()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._events:
             self._events.flush()
 
     def on_train_end(self, logs: Any = None) -> None:
-        for part in self._watched:
-            part.end()
-        self._watched = []
-        self.model.train_function = None  # the next `fit` pays nothing
+        function = self._plain
+        while _monitor_of(function):
+            function = _monitor_of(function)._plain
+        self.model.train_function = function  # the next `fit` pays nothing
         if self._file:
             self._file.close()
             self._file = None
@@ -171,15 +203,12 @@ class BlockMonitor(keras.callbacks.Callback):
                 monitor._rows.append((step, np.array(list(rows.values())).T))
         return monitor
 
-    def _is_due(self, steps: int) -> bool:
-        """Whether an update that is to be recorded ends within so many steps."""
-        each = self._accumulation()
-        first = -(-(self._steps + 1) // each) - 1
-        last = (self._steps + steps) // each - 1
-        return first <= last // self.every * self.every
-
-    def _accumulation(self) -> int:
-        return self._watched[0].accumulation if self._watched else 1
+    def _next_record(self) -> int:
+        """The number of steps from which on the next execution has one to record."""
+        each = self._watched[0].accumulation if self._watched else 1
+        update = -(-(self._steps // each) // self.every) * self.every
+        # The execution in which the last step of this update is.
+        return (update + 1) * each - self.model.steps_per_execution
 
     def _count_steps(self) -> int:
         if not self._watched:
@@ -191,12 +220,18 @@ class BlockMonitor(keras.callbacks.Callback):
         if self._file:
             lines = csv.writer(self._file)
             lines.writerows(
-                [step, name, *map(float, values)]
-                for name, values in zip(self.blocks, row.T)
+                [step, name, *values]
+                for name, values in zip(self.blocks, row.T.tolist())
             )
             self._file.flush()  # so that a kill costs no record
         if self._events:
             self._events.add(step, self.blocks, row)
+
+
+def _monitor_of(train_function: Any) -> BlockMonitor | None:
+    """Whose stand-in for a model's training function this is."""
+    found = getattr(train_function, "__self__", None)
+    return found if isinstance(found, BlockMonitor) else None
 
 
 class _Watched:
@@ -208,81 +243,142 @@ class _Watched:
         self.optimizer = optimizer
         self.every = every
         self.accumulation = optimizer.gradient_accumulation_steps or 1
+        # Else a watched training function makes updates that are not due, too.
+        self.always = model.steps_per_execution == 1 and self.accumulation == 1
         ours = isinstance(optimizer, BlockNormalized)
         self.normalizes = ours and optimizer.rule is not None
-        self.always = self.normalizes and model.steps_per_execution == 1
         self.blocks = (
             optimizer.blocks if ours else partition(variables_of(optimizer), spec)
         )
         self.found: tuple[int, Any] = (-1, None)
+        self.gradient_rows: Any = None
         self.record: Any = None
         if keras.backend.backend() == "tensorflow":
             with model.distribute_strategy.scope():
-                self.record = keras.Variable(
-                    np.zeros((3, len(self.blocks))),
-                    trainable=False,
-                    dtype="float32",
-                    aggregation="only_first_replica",
+                self.gradient_rows, self.record = (
+                    keras.Variable(
+                        np.full((rows, len(self.blocks)), -1),
+                        trainable=False,
+                        dtype=dtype,
+                        aggregation="only_first_replica",
+                    )
+                    for rows, dtype in ((3, "float32"), (6, "float64"))
                 )
-        self.end = watch(optimizer, self.blocks, self.see)
+            self.read = _reader(self.record)
+        self.watch = Watch(optimizer, self.blocks, self.see, self.around)
 
     def see(self, factors: Callable[[], Any]) -> None:
-        """Within an update: norms, factors and what was kept, for `last`."""
+        """Within an update: norms of gradients, factors and what was skipped."""
 
         def rows() -> Any:
             found = factors()
             norm = ops.cast(found.gradient_norm, "float32")
             factor = found.factor if self.normalizes else ops.ones_like(norm)
-            rows = norm, ops.cast(factor, "float32"), ops.cast(found.kept, "float32")
-            return ops.stack(rows)
+            skipped = ops.cast(ops.logical_not(found.kept), "float32")
+            return ops.stack([norm, ops.cast(factor, "float32"), skipped])
 
-        backend = keras.backend.backend()
-        if backend == "tensorflow":
-            # What a normalizing optimizer has found is kept each time: that is
-            # cheaper than to ask. Not assigned in a branch: on replicas it cannot be.
-            if self.always:
-                self.record.assign(rows())
-            else:
-                kept = ops.convert_to_tensor(self.record)
-                due = ops.equal(self.number() % self.every, 0)
-                self.record.assign(ops.cond(due, rows, lambda: ops.copy(kept)))
-            return
-        number = self.number()
-        # On JAX, steps that only accumulate come here too.
-        steps = ops.convert_to_tensor(steps_of(self.optimizer)) + 1
-        due = ops.logical_and(
-            ops.equal(steps % self.accumulation, 0), ops.equal(number % self.every, 0)
-        )
-        if backend == "jax" and _is_traced(due):
+        if self.record is None:
+            self.gradient_rows = rows()
+        else:
+            self.assign(self.gradient_rows, self.is_due(), rows)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Around an update: norms of weights, and of the way that they went."""
+        number, due = self.number(), self.is_due()
+        before = self.weights()
+        yield
+
+        def rows() -> Any:
+            moved = [after - then for after, then in zip(self.weights(), before)]
+            norms = block_norms([*before, *moved], self.members(), "float32", False)
+            norm, moved = ops.unstack(ops.reshape(norms, (2, len(self.blocks))))
+            relative = moved / ops.where(norm > 0, norm, ops.ones_like(norm))
+            gradient_norm, *others = ops.unstack(self.gradient_rows, 3)
+            return ops.stack([gradient_norm, norm, *others, relative])
+
+        def numbered_rows() -> Any:
+            found = ops.cast(rows(), "float64")
+            line = ops.broadcast_to(ops.cast(number, "float64"), found[:1].shape)
+            return ops.concatenate([found, line])
+
+        if self.record is None:
+            self.send(number, due, rows())
+        else:
+            self.assign(self.record, due, numbered_rows)
+
+    def weights(self) -> list[Any]:
+        return [
+            ops.cast(values_of(v), "float32")
+            for block in self.blocks
+            for v in block.variables
+        ]
+
+    def members(self) -> list[list[int]]:
+        """Positions in the weights of all blocks, then in what comes after them."""
+        ends = np.cumsum([0, *(len(block.variables) for block in self.blocks)])
+        return [
+            list(range(first + start, first + end))
+            for first in (0, int(ends[-1]))
+            for start, end in itertools.pairwise(ends)
+        ]
+
+    def assign(self, record: Any, due: Any, rows: Callable[[], Any]) -> None:
+        """TensorFlow. Not assigned in a branch: on replicas it cannot be."""
+        if due is True:
+            record.assign(rows())
+        else:
+            kept = ops.convert_to_tensor(record)
+            record.assign(ops.cond(due, rows, lambda: ops.copy(kept)))
+
+    def send(self, number: Any, due: Any, rows: Any) -> None:
+        """JAX and torch."""
+        if keras.backend.backend() == "jax" and _is_traced(number):
             import jax
 
-            jax.lax.cond(
-                due,
-                lambda: jax.debug.callback(self.receive, number, rows()),
-                lambda: None,
-            )
+            def send() -> None:
+                jax.debug.callback(self.receive, number, rows)
+
+            send() if due is True else jax.lax.cond(due, send, lambda: None)
         elif due:
-            self.receive(number, rows())
+            self.receive(number, rows)
 
     def number(self) -> Any:
         """Of the update that is being made; the first is 0."""
         return ops.convert_to_tensor(steps_of(self.optimizer)) // self.accumulation
+
+    def is_due(self) -> Any:
+        """Whether this step makes an update, and one that is to be recorded."""
+        if self.always:
+            return True
+        steps = ops.convert_to_tensor(steps_of(self.optimizer)) + 1
+        return ops.logical_and(
+            ops.equal(steps % self.accumulation, 0),
+            ops.equal(self.number() % self.every, 0),
+        )
 
     def receive(self, number: Any, rows: Any) -> None:
         self.found = int(number), ops.convert_to_numpy(rows)
 
     def last(self) -> tuple[int, np.ndarray]:
         """The number of the last update that was seen, and its rows."""
-        if self.record is None:
-            if keras.backend.backend() == "jax":
-                import jax
+        if self.record is not None:
+            rows = self.read()
+            return int(rows[-1, 0]) if self.blocks else -1, rows[:-1]
+        if keras.backend.backend() == "jax":
+            import jax
 
-                jax.effects_barrier()
-            return self.found
-        number = int(steps_of(self.optimizer).numpy()) // self.accumulation - 1
-        if not self.always:
-            number -= number % self.every
-        return number, self.record.numpy()
+            jax.effects_barrier()
+        return self.found
+
+
+def _reader(variable: Any) -> Callable[[], np.ndarray]:
+    """Reads a TensorFlow variable, in a quarter of the time of `variable.numpy`."""
+    import tensorflow as tf
+
+    value = getattr(variable.value, "values", [variable.value])[0]  # of replicas
+    read = tf.raw_ops.ReadVariableOp
+    return lambda: read(resource=value.handle, dtype=value.dtype).numpy()
 
 
 def _sync(model: keras.Model) -> None:
@@ -295,49 +391,6 @@ def _is_traced(x: Any) -> bool:
     import jax
 
     return isinstance(x, jax.core.Tracer)
-
-
-class _Movement:
-    """How far each block's weights go between `start` and `end`, and their norm."""
-
-    def __init__(self, blocks: Sequence[Block], model: keras.Model) -> None:
-        self.model = model
-        self.readers = [[_reader(v) for v in block.variables] for block in blocks]
-
-    def weights(self) -> list[np.ndarray]:
-        _sync(self.model)
-        return [
-            np.concatenate([np.ravel(read()) for read in readers], dtype="float32")
-            for readers in self.readers
-        ]
-
-    def start(self) -> None:
-        self.before = self.weights()
-
-    def end(self) -> tuple[np.ndarray, np.ndarray]:
-        """Norms of the weights before, and of the way that they went."""
-        moved = [after - before for after, before in zip(self.weights(), self.before)]
-        norms = [np.array([*map(_norm, parts)]) for parts in (self.before, moved)]
-        self.before = []
-        return norms[0], norms[1]
-
-
-def _norm(part: np.ndarray) -> float:
-    square = float(np.vdot(part, part))
-    if not 1e-30 < square < 1e30:  # some may have under- or overflowed
-        square = float(np.square(part, dtype="float64").sum())
-    return square**0.5
-
-
-def _reader(variable: Any) -> Callable[[], Any]:
-    """Reads the value: for TensorFlow in a quarter of the time of `variable.numpy`."""
-    if keras.backend.backend() != "tensorflow":
-        return variable.numpy
-    import tensorflow as tf
-
-    value = getattr(variable.value, "values", [variable.value])[0]  # of replicas
-    read = tf.raw_ops.ReadVariableOp
-    return lambda: read(resource=value.handle, dtype=value.dtype).numpy()
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -370,14 +423,20 @@ class _Events:
     """TensorBoard's scalars, all of a step in one summary."""
 
     def __init__(self, log_dir: pathlib.Path) -> None:
+        self.event: Any = None
         if keras.backend.backend() == "tensorflow":
             import tensorflow as tf
 
-            self.summary = tf.compat.v1.Summary
-            self.writer = tf.summary.create_file_writer(str(log_dir))
+            # A file of events is one of records, which are written faster like this.
+            log_dir.mkdir(parents=True, exist_ok=True)
+            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+            file = tf.io.TFRecordWriter(str(log_dir / name))
+            self.new_event, self.flush = tf.compat.v1.Event, file.flush
+            self.write = lambda event: file.write(event.SerializeToString())
+            self.write(self.new_event(wall_time=time.time(), file_version=VERSION))
             return
         try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.compat.proto import event_pb2
             from tensorboard.summary.writer import event_file_writer
         except ImportError as error:
             raise ImportError(
@@ -385,101 +444,17 @@ class _Events:
                 "installed: `pip install tensorboard`. For `blocks.csv` alone, use "
                 "BlockMonitor(log_dir, tensorboard=False)."
             ) from error
-        self.event, self.summary = event_pb2.Event, summary_pb2.Summary
-        self.writer = event_file_writer.EventFileWriter(str(log_dir))
+        writer = event_file_writer.EventFileWriter(str(log_dir))
+        self.new_event, self.flush = event_pb2.Event, writer.flush
+        self.write = writer.add_event
 
     def add(self, step: int, blocks: Sequence[str], row: np.ndarray) -> None:
-        summary = self.summary()
-        for name, values in zip(COLUMNS, row):
-            for block, value in zip(blocks, values):
-                summary.value.add(tag=f"{name}/{block}", simple_value=float(value))
-        if keras.backend.backend() == "tensorflow":
-            import tensorflow as tf
-
-            with self.writer.as_default():
-                raw = tf.constant(summary.SerializeToString())
-                tf.summary.experimental.write_raw_pb(raw, step)
-        else:
-            event = self.event(wall_time=time.time(), step=step, summary=summary)
-            self.writer.add_event(event)
-
-    def flush(self) -> None:
-        self.writer.flush()
-
-
-PANELS = (
-    ("gradient_norm", "log10 of the gradient's norm"),
-    ("relative_step", "log10 of the relative step |Δw| / |w|"),
-)
-DECADES = 6  # that colours span at least, so that what is even looks even
-
-
-def plot(monitors: dict[str, BlockMonitor], path: str | pathlib.Path) -> None:
-    """Gradient norms and relative steps, a row a monitor, in the same colours.
-
-    Grey is zero or not finite.
-    """
-    for title, monitor in monitors.items():
-        if not monitor._rows:
-            raise ValueError(f"Nothing to plot: {title or 'it'} has no records yet.")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            "The plot needs matplotlib: `pip install matplotlib`."
-        ) from error
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    heights = [0.17 * max(len(monitor.blocks), 8) for monitor in monitors.values()]
-    figure = Figure(figsize=(9, sum(heights) + 1.1 + 0.6 * len(heights)))
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine("constrained")
-    axes = figure.subplots(
-        len(heights), 2, squeeze=False, gridspec_kw={"height_ratios": heights}
-    )
-    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#dddddd")
-    for column, (name, label) in enumerate(PANELS):
-        logs = [_logarithms(monitor.history, name) for monitor in monitors.values()]
-        known = np.concatenate([part.compressed() for part in logs])
-        top = known.max(initial=-np.inf) if known.size else 0.0
-        bottom = min(known.min(initial=np.inf), top - DECADES)
-        for ax, monitor, part in zip(axes[:, column], monitors.values(), logs):
-            steps = monitor.history["step"]
-            gap = np.diff(steps).min() if len(steps) > 1 else 1
-            mesh = ax.pcolormesh(
-                np.append(steps, steps[-1] + gap),
-                np.arange(len(monitor.blocks) + 1) - 0.5,
-                part.T,
-                cmap=colours,
-                vmin=bottom,
-                vmax=top,
-            )
-            ax.set_ylim(len(monitor.blocks) - 0.5, -0.5)
-        axes[-1, column].set_xlabel("step")
-        figure.colorbar(
-            mesh, ax=axes[:, column], label=label, location="bottom", pad=0.02
-        )
-    for row, (title, monitor) in zip(axes, monitors.items()):
-        every = -(-len(monitor.blocks) // 40)
-        names = _without_the_model(monitor.blocks)[::every]
-        row[0].set_yticks(range(0, len(monitor.blocks), every), names, fontsize=8)
-        row[1].set_yticks([])
-        row[0].set_title(title, loc="left")
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
-def _without_the_model(names: Sequence[str]) -> Sequence[str]:
-    """`model/dense` where all are in one model is `dense`."""
-    parts = [name.partition("/") for name in names]
-    one_model = len({first for first, _, _ in parts}) == 1
-    short = [rest for _, _, rest in parts]
-    return short if one_model and all(short) else names
-
-
-def _logarithms(history: dict[str, np.ndarray], name: str) -> np.ma.MaskedArray:
-    values = np.where(history["skipped"] > 0, np.nan, history[name])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.ma.masked_invalid(np.log10(values))
+        if self.event is None:
+            self.event = self.new_event()
+            for name in COLUMNS:
+                for block in blocks:
+                    self.event.summary.value.add(tag=f"{name}/{block}")
+        self.event.step, self.event.wall_time = step, time.time()
+        for scalar, value in zip(self.event.summary.value, row.ravel().tolist()):
+            scalar.simple_value = value
+        self.write(self.event)

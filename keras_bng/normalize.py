@@ -103,11 +103,11 @@ def block_factors(
     raw = [_with_shape(_as_tensor(g), w) for g, w in zip(gradients, weights)]
     members = [[i for i in block if raw[i] is not None] for block in members]
     dtype = _norm_dtype(raw)
-    entries = [None if g is None else _entries(g) for g in raw]
+    entries = [None if g is None else values_of(g) for g in raw]
     gradient_norm = block_norms(entries, members, dtype)
     weight_norm = None
     if getattr(rule, "uses_weights", True):
-        entries = [_entries(w) for w in weights]
+        entries = [values_of(w) for w in weights]
         weight_norm = block_norms(entries, members, dtype)
 
     finite = ops.isfinite(gradient_norm)
@@ -214,7 +214,8 @@ def is_sparse(gradient: Any) -> bool:
     return hasattr(gradient, "dense_shape") and hasattr(gradient, "indices")
 
 
-def _entries(tensor: Any) -> Any:
+def values_of(tensor: Any) -> Any:
+    """The values of a tensor or variable; of a sparse one, its rows."""
     if is_sparse(tensor):
         return tensor.values
     if isinstance(tensor, keras.Variable):

@@ -20,15 +20,21 @@ SMALL = 2**12
 
 
 def block_norms(
-    tensors: Sequence[Any], members: Sequence[Sequence[int]], dtype: str
+    tensors: Sequence[Any],
+    members: Sequence[Sequence[int]],
+    dtype: str,
+    any_size: bool = True,
 ) -> Any:
-    """A vector with the norm of each block, `members` being positions in `tensors`."""
+    """A vector with the norm of each block, `members` being positions in `tensors`.
+
+    Without `any_size`, what float32 cannot square counts as 0, or as infinite.
+    """
     rows = _Rows(tensors, members)
     if not rows.owner.size:
         return ops.zeros((len(members),), dtype=dtype)
     if keras.backend.backend() == "tensorflow":
-        return _tensorflow_norms(rows, dtype)
-    return _norms_without_float64(rows, dtype)
+        return _tensorflow_norms(rows, dtype, any_size)
+    return _norms_without_float64(rows, dtype, any_size)
 
 
 class _Rows:
@@ -79,7 +85,7 @@ def tiny(dtype: str) -> float:
 # TensorFlow.
 
 
-def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
+def _tensorflow_norms(rows: _Rows, dtype: str, any_size: bool) -> Any:
     import tensorflow as tf
 
     def squares(dtype: str, stacks: list[Any], singles: list[Any]) -> Any:
@@ -98,6 +104,8 @@ def _tensorflow_norms(rows: _Rows, dtype: str) -> Any:
     if under_xla() or dtype == "float64":
         return careful(rows.stacks, rows.singles)
     sums = squares(dtype, rows.stacks, rows.singles)
+    if not any_size:
+        return tf.sqrt(sums)
     if tf.executing_eagerly():
         in_range = bool(rows.in_range(sums))
         return tf.sqrt(sums) if in_range else careful(rows.stacks, rows.singles)
@@ -185,7 +193,7 @@ def under_xla() -> bool:
 # JAX and torch, where there may be no float64.
 
 
-def _norms_without_float64(rows: _Rows, dtype: str) -> Any:
+def _norms_without_float64(rows: _Rows, dtype: str, any_size: bool) -> Any:
     stacks = [ops.cast(x, dtype) for x in rows.stacks]
     singles = [ops.cast(x, dtype) for x in rows.singles]
 
@@ -211,6 +219,8 @@ def _norms_without_float64(rows: _Rows, dtype: str) -> Any:
         return scale * ops.sqrt(squares(scaled, alone))
 
     sums = squares(stacks, singles)
+    if not any_size:
+        return ops.sqrt(sums)
     return _cond(rows.in_range(sums), lambda: ops.sqrt(sums), careful)
 
 

@@ -13,13 +13,16 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_exclude_from_weight_decay*`: settings that `get_config` leaves out.
 - `_iterations`: steps, where the public `iterations` counts accumulated updates.
 
-`watch` replaces the first two on an instance, of whichever optimizer.
+`Watch` replaces the first two, and `apply`, on an instance, of whichever optimizer.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -383,48 +386,82 @@ def steps_of(optimizer: Any) -> Any:
     return optimizer._iterations
 
 
-def watch(optimizer: Any, blocks: tuple[Block, ...], see: Any) -> Any:
-    """Calls `see(factors)` within every update, until the returned function is called.
+class Watch:
+    """While it is entered, every update of an optimizer that is built is looked at.
 
-    `factors()` is what `block_factors` finds of `blocks`; an optimizer that normalizes
-    has found it anyway. For one that is built, on every backend: the gradients are
-    those which the update gets, accumulated and summed over replicas.
+    `see(factors)` is called within the update: `factors()` is what `block_factors`
+    finds of `blocks`; an optimizer that normalizes has found it anyway. On every
+    backend the gradients are those which the update gets, accumulated and summed over
+    replicas. `around()` is a context in which all of `apply` runs.
     """
-    if isinstance(optimizer, BlockNormalized) and optimizer.rule is not None:
-        hook = "_scaled"
-        original = optimizer._scaled
 
-        def watched(found: Any, owners: Any, variables: Any) -> Any:
-            see(lambda: found)
-            return original(found, owners, variables)
-
-    else:
+    def __init__(
+        self,
+        optimizer: Any,
+        blocks: tuple[Block, ...],
+        see: Callable[[Callable[[], Any]], None],
+        around: Callable[[], Any] = contextlib.nullcontext,
+    ) -> None:
+        self.optimizer, self.blocks, self.see, self.around = (
+            optimizer,
+            blocks,
+            see,
+            around,
+        )
+        # A number among an optimizer's settings: its compiled steps are told apart.
+        self.hooks: dict[str, Any] = {"_watch": id(self), "apply": self._apply}
+        self.hidden: list[dict[str, Any]] = []
+        if isinstance(optimizer, BlockNormalized) and optimizer.rule is not None:
+            self.hooks["_scaled"] = self._scaled
+            return
         index_of = optimizer._get_variable_index
-        block_of = {index_of(v): i for i, b in enumerate(blocks) for v in b.variables}
-
-        def look(gradients: Any, variables: Any) -> None:
-            members: list[list[int]] = [[] for _ in blocks]
-            for i, variable in enumerate(variables):
-                if index_of(variable) in block_of:
-                    members[block_of[index_of(variable)]].append(i)
-            see(lambda: block_factors(gradients, variables, members, rules.Unit()))
-
+        self.block_of = {
+            index_of(v): i for i, b in enumerate(blocks) for v in b.variables
+        }
         if keras.backend.backend() == "tensorflow":
-            hook = "_all_reduce_sum_gradients"
-            original = optimizer._all_reduce_sum_gradients
-
-            def watched(grads_and_vars: Any) -> Any:
-                grads_and_vars = list(original(grads_and_vars))
-                look(*zip(*grads_and_vars))
-                return grads_and_vars
-
+            self.hooks["_all_reduce_sum_gradients"] = self._all_reduce_sum_gradients
         else:
-            hook = "_backend_update_step"
-            original = optimizer._backend_update_step
+            self.hooks["_backend_update_step"] = self._backend_update_step
 
-            def watched(grads: Any, trainable_variables: Any, rate: Any) -> None:
-                look(grads, trainable_variables)
-                original(grads, trainable_variables, rate)
+    def __enter__(self) -> None:
+        own = vars(self.optimizer)
+        self.hidden.append({name: own[name] for name in self.hooks if name in own})
+        for name, hook in self.hooks.items():
+            if callable(hook):
+                hook = functools.partial(hook, getattr(self.optimizer, name))
+            setattr(self.optimizer, name, hook)
 
-    setattr(optimizer, hook, watched)
-    return lambda: delattr(optimizer, hook)
+    def __exit__(self, *_: Any) -> None:
+        hidden = self.hidden.pop()
+        for name in self.hooks:
+            if name in hidden:  # of another one, entered before
+                setattr(self.optimizer, name, hidden[name])
+            else:
+                delattr(self.optimizer, name)
+
+    def _apply(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        with self.around():
+            original(*args, **kwargs)
+
+    def _scaled(self, original: Any, found: Any, owners: Any, variables: Any) -> Any:
+        self.see(lambda: found)
+        return original(found, owners, variables)
+
+    def _all_reduce_sum_gradients(self, original: Any, grads_and_vars: Any) -> Any:
+        grads_and_vars = list(original(grads_and_vars))
+        self._look(*zip(*grads_and_vars))
+        return grads_and_vars
+
+    def _backend_update_step(
+        self, original: Any, grads: Any, trainable_variables: Any, rate: Any
+    ) -> None:
+        self._look(grads, trainable_variables)
+        original(grads, trainable_variables, rate)
+
+    def _look(self, gradients: Any, variables: Any) -> None:
+        members: list[list[int]] = [[] for _ in self.blocks]
+        for i, variable in enumerate(variables):
+            block = self.block_of.get(self.optimizer._get_variable_index(variable))
+            if block is not None:
+                members[block].append(i)
+        self.see(lambda: block_factors(gradients, variables, members, rules.Unit()))

@@ -9,7 +9,7 @@ from helpers import arrays, some_gradients, some_variables, tensors, variable
 
 import keras_bng
 from keras_bng import SGDNG
-from keras_bng.optimizer import steps_of, variables_of, watch
+from keras_bng.optimizer import Watch, steps_of, variables_of
 
 SGD = keras.optimizers.SGD
 
@@ -144,13 +144,15 @@ def test_steps_are_counted_apart_from_accumulated_updates():
 def test_a_hook_on_an_instance_is_called_and_can_be_taken_away(make):
     optimizer, w, seen = make(0.1), keras.Variable([1.0]), []
     optimizer.build([w])
-    end = watch(
+    watch = Watch(
         optimizer,
         keras_bng.partition([w], "variable"),
         lambda factors: seen.append(factors().gradient_norm),
     )
-    optimizer.apply([3 * keras.ops.ones((1,))], [w])
-    assert len(seen) == 1
-    end()
+    optimizer.apply([keras.ops.ones((1,))], [w])  # maybe compiled, without it
+    before = set(vars(optimizer))
+    with watch:
+        optimizer.apply([3 * keras.ops.ones((1,))], [w])
+        assert len(seen) == 1
     optimizer.apply([keras.ops.ones((1,))], [w])
-    assert len(seen) == 1
+    assert len(seen) == 1 and set(vars(optimizer)) == before

@@ -87,15 +87,13 @@ def test_the_gradient_is_the_one_of_the_loss(rng):
 
 @EVERY
 def test_watching_changes_nothing_and_leaves_nothing(make, rng):
-    before = {name for name in vars(make())}
     plain, _ = watched(make, rng, monitors=False)
     model, _ = watched(make, rng)
     for a, b in zip(*map(arrays, (plain.variables, model.variables))):
         np.testing.assert_array_equal(a, b)
     assert len(model.optimizer.variables) == len(plain.optimizer.variables)
-    hooks = {"_scaled", "_all_reduce_sum_gradients", "_backend_update_step"}
-    assert not hooks & (set(vars(model.optimizer)) - before)
-    assert model.train_function is None  # traced anew, without the monitor
+    assert set(vars(model.optimizer)) == set(vars(plain.optimizer))
+    assert not hasattr(model.train_function, "__self__")  # the model's own again
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGDNG"])
@@ -222,8 +220,63 @@ def test_an_interrupted_fit_leaves_no_hook_for_the_next(rng):
     with pytest.raises(KeyboardInterrupt):
         model.fit(x, y, verbose=0, callbacks=[seen, stop])
     model.fit(x, y, batch_size=len(x), verbose=0, callbacks=[seen])
-    assert "_scaled" not in vars(model.optimizer)
+    assert not {"_scaled", "apply"} & set(vars(model.optimizer))
+    assert not hasattr(model.train_function, "__self__")
     assert seen.history["step"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGDNG"])
+def test_two_monitors_at_once_see_the_same(name, rng):
+    model = compiled(small_model(), MAKE[name]())
+    data = small_data(rng)
+    often, seldom = BlockMonitor(every=2), BlockMonitor(every=3)
+    model.fit(*data, batch_size=8, verbose=0, callbacks=[often, seldom])
+    assert often.history["step"].tolist() == [0, 2, 4, 6]
+    assert seldom.history["step"].tolist() == [0, 3, 6]
+    for key, values in seldom.history.items():
+        np.testing.assert_allclose(often.history[key][[0, 3]], values[[0, 2]])
+    assert not hasattr(model.train_function, "__self__")
+
+
+@EVERY
+def test_steps_that_run_eagerly(make, rng):
+    """Also when a step was compiled before, without the monitor."""
+    data = small_data(rng)
+    found = []
+    for run_eagerly in (False, True):
+        keras.utils.set_random_seed(1)
+        model = compiled(small_model(), make(), run_eagerly=run_eagerly)
+        options = {"batch_size": 16, "shuffle": False, "verbose": 0}
+        model.fit(*data, **options)
+        for _ in range(2):
+            seen = BlockMonitor(every=2)
+            model.fit(*data, callbacks=[seen], **options)
+        found.append(seen.history)
+    assert found[0]["step"].tolist() == found[1]["step"].tolist() == [8, 10]
+    for key, values in found[0].items():
+        np.testing.assert_allclose(found[1][key], values, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="it traces nothing")
+def test_a_training_function_is_traced_once_for_each_kind_of_step(rng):
+    calls = []
+
+    class Counted(keras.Sequential):
+        def call(self, *args, **kwargs):
+            calls.append(len(calls))
+            return super().call(*args, **kwargs)
+
+    model = Counted([keras.Input((6,)), keras.layers.Dense(3)])
+    compiled(model, MAKE["SGDNG"](), jit_compile=False)
+    x, y = small_data(rng)
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    seen = BlockMonitor(every=3)
+    model.fit(x, y, callbacks=[seen], **options)
+    count = len(calls)
+    model.fit(x, y, callbacks=[seen], **options)
+    model.fit(x, y, **options)
+    assert len(calls) == count
+    assert seen.history["step"].tolist() == [0, 3, 6, 9, 12, 15]
 
 
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="tf.distribute")
