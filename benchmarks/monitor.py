@@ -1,8 +1,8 @@
 """What `BlockMonitor` costs in `fit`: a training step with it beside one without.
 
     pip install -e ".[benchmarks]"
-    python -m benchmarks.monitor           # three models
-    python -m benchmarks.monitor --quick   # a minute, to see that it works
+    python -m benchmarks.monitor --rounds 6  # three models, six minutes
+    python -m benchmarks.monitor --quick     # a minute, to see that it works
 
 Records every 10 steps, in memory and to `blocks.csv` and TensorBoard. A turn is a `fit`
 of some hundred milliseconds or more, without XLA and without a progress bar. The first
@@ -28,6 +28,7 @@ from keras_bng import BlockMonitor
 
 STEPS = {"MLP, 18 layers": 100, "ResNet-20": 10, "text CNN": 40}  # a turn
 EVERY = 10
+SECONDS = 40  # at least, for each model and optimizer
 
 
 def trained(name: str, optimizer: str) -> Any:
@@ -62,7 +63,7 @@ def trained(name: str, optimizer: str) -> Any:
     return turns
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
+def measure(name: str, rounds: int, seconds: float) -> dict[str, Any]:
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for optimizer in ("Adam", "AdamNG"):
@@ -75,6 +76,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
                     "files": turns(BlockMonitor(log_dir, every=EVERY)),
                 },
                 rounds,
+                seconds,
             )
             rows[optimizer] = {
                 "seconds_a_step": timing.quartiles(times["without"])[1] / STEPS[name],
@@ -91,8 +93,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in [*STEPS][:1] if args.quick else STEPS:
         print(f"{name} ...", flush=True)
-        results[name] = measure(name, args.rounds)
-        report.save(args.out, "monitor", {"rounds": args.rounds, "models": results})
+        results[name] = measure(name, args.rounds, 0 if args.quick else SECONDS)
+        report.save(args.out, "monitor", {"every": EVERY, "models": results})
         for optimizer, row in results[name]["rows"].items():
             cost = ", ".join(
                 f"{where} {row[where]['median'] - 1:+.1%}"

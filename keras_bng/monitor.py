@@ -119,8 +119,7 @@ class BlockMonitor(keras.callbacks.Callback):
                 f"{self.blocks}, and this model has {names}. Use a new BlockMonitor."
             )
         self.blocks, self._watched, self._plain = names, watched, plain
-        self.model.make_train_function(force=True)
-        self._watching = self.model.train_function
+        self._watching = _another_train_function(self.model)
         self._traced_for = plain, optimizer
 
     def _train_function(self, *args: Any) -> Any:
@@ -234,6 +233,19 @@ def _monitor_of(train_function: Any) -> BlockMonitor | None:
     return found if isinstance(found, BlockMonitor) else None
 
 
+def _another_train_function(model: keras.Model) -> Any:
+    """Like the model's own, and traced apart from it."""
+    own, train_step = "train_step" in vars(model), model.train_step
+    # JAX would take two functions that call one `train_step` for the same.
+    model.train_step = lambda *args, **kwargs: train_step(*args, **kwargs)
+    model.make_train_function(force=True)
+    if own:
+        model.train_step = train_step
+    else:
+        del model.train_step
+    return model.train_function
+
+
 class _Watched:
     """One optimizer, whose updates leave what they found where `last` can read it."""
 
@@ -287,7 +299,13 @@ class _Watched:
         """Around an update: norms of weights, and of the way that they went."""
         number, due = self.number(), self.is_due()
         before = self.weights()
+        if keras.backend.backend() == "torch":  # it updates weights in their place
+            before = [ops.copy(weight) for weight in before]
+        if self.record is None:
+            self.gradient_rows = None
         yield
+        if self.gradient_rows is None:  # gradients were accumulated, and no more
+            return
 
         def rows() -> Any:
             moved = [after - then for after, then in zip(self.weights(), before)]

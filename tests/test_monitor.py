@@ -105,6 +105,14 @@ def test_only_every_so_many_updates(name, rng):
         np.testing.assert_allclose(seen.history[key], values[::3], rtol=1e-5)
 
 
+@EVERY
+@COMPILED
+def test_steps_that_are_not_recorded_are_not_watched(make, jit_compile, rng):
+    _, seen = watched(make, rng, every=5, jit_compile=jit_compile)
+    assert seen.history["step"].tolist() == [0, 5]
+    assert [part.last()[0] for part in seen._watched] == [5]  # of 8
+
+
 @pytest.mark.parametrize("name", ["SGD", "SGDNG"])
 def test_accumulated_gradients(name, rng):
     """The accumulated gradient, once an update, is that of the larger batch."""
@@ -267,7 +275,7 @@ def test_a_training_function_is_traced_once_for_each_kind_of_step(rng):
             return super().call(*args, **kwargs)
 
     model = Counted([keras.Input((6,)), keras.layers.Dense(3)])
-    compiled(model, MAKE["SGDNG"](), jit_compile=False)
+    compiled(model, MAKE["SGDNG"](), jit_compile=BACKEND == "jax")
     x, y = small_data(rng)
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}
     seen = BlockMonitor(every=3)
