@@ -4,9 +4,10 @@
     python -m benchmarks.monitor --rounds 6  # three models, six minutes
     python -m benchmarks.monitor --quick     # a minute, to see that it works
 
-Records every 10 steps, in memory and to `blocks.csv` and TensorBoard. A turn is a `fit`
-of some hundred milliseconds or more, without XLA and without a progress bar. The first
-one, which traces, does not count.
+Records every 10 steps, in memory and to `blocks.csv` and TensorBoard; beside them, a
+callback that does nothing at each batch, for `fit` gives that the batch's metrics as
+Python numbers. A turn is a `fit` of some hundred milliseconds or more, without XLA and
+without a progress bar. The first one, which traces, does not count.
 """
 
 from __future__ import annotations
@@ -27,12 +28,18 @@ from benchmarks.update_step import OPTIMIZERS
 from keras_bng import BlockMonitor
 
 STEPS = {"MLP, 18 layers": 100, "ResNet-20": 10, "text CNN": 40}  # a turn
+CASES = ("nothing", "memory", "files")
 EVERY = 10
 SECONDS = 40  # at least, for each model and optimizer
 
 
+class Nothing(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+
 def trained(name: str, optimizer: str) -> Any:
-    """From a monitor, or None, to a function that does a turn: all train one model."""
+    """From a callback, or None, to a function that does a turn: all train one model."""
     import tensorflow as tf
 
     make, shape, words, label_shape, classes, _ = MODELS[name]
@@ -47,14 +54,14 @@ def trained(name: str, optimizer: str) -> Any:
     options.autotune.enabled = False  # at its end, a `fit` would wait for its thread
     batches = tf.data.Dataset.from_tensors((x, y)).repeat().with_options(options)
 
-    def turns(monitor: BlockMonitor | None) -> Any:
+    def turns(callback: keras.callbacks.Callback | None) -> Any:
         def turn() -> None:
             model.fit(
                 batches,
                 steps_per_epoch=STEPS[name],
                 shuffle=False,
                 verbose=0,
-                callbacks=[monitor] if monitor else None,
+                callbacks=[callback] if callback else None,
             )
 
         turn()
@@ -72,6 +79,7 @@ def measure(name: str, rounds: int, seconds: float) -> dict[str, Any]:
             times = timing.interleaved(
                 {
                     "without": turns(None),
+                    "nothing": turns(Nothing()),
                     "memory": turns(BlockMonitor(every=EVERY)),
                     "files": turns(BlockMonitor(log_dir, every=EVERY)),
                 },
@@ -82,7 +90,7 @@ def measure(name: str, rounds: int, seconds: float) -> dict[str, Any]:
                 "seconds_a_step": timing.quartiles(times["without"])[1] / STEPS[name],
                 **{
                     where: timing.ratio(times[where], times["without"])
-                    for where in ("memory", "files")
+                    for where in CASES
                 },
             }
     return {"rows": rows}
@@ -99,7 +107,7 @@ def main() -> None:
             cost = ", ".join(
                 f"{where} {row[where]['median'] - 1:+.1%}"
                 f" ({row[where]['low'] - 1:+.1%} to {row[where]['high'] - 1:+.1%})"
-                for where in ("memory", "files")
+                for where in CASES
             )
             step = 1e3 * row["seconds_a_step"]
             print(f"  {optimizer}: a step takes {step:.1f} ms; every {EVERY}: {cost}")

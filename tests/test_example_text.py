@@ -314,6 +314,13 @@ def test_other_modes_of_the_cnn(mode, tmp_path, capsys):
     assert "| AdamNG | " in capsys.readouterr().out
 
 
+def test_speed_has_sgd_without_momentum_whose_update_is_sparse(tmp_path, capsys):
+    flags = ["--smoke", "--speed", "--algorithms", "SGDMNG", "--out", str(tmp_path)]
+    rotten.main(flags)
+    text = capsys.readouterr().out
+    assert "| SGDMNG, no momentum | " in text and "| SGDMNG | " in text
+
+
 def sentiment_results(accuracies):
     """Best of all epochs is the given one; development chooses the epoch after it."""
     return results_of(
