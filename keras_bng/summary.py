@@ -10,8 +10,8 @@ import keras
 import numpy as np
 
 from keras_bng.blocks import BlockSpec, partition
-from keras_bng.monitor import inner_optimizers
 from keras_bng.optimizer import BlockNormalized, variables_of
+from keras_bng.watched import inner_optimizers
 
 
 def block_summary(

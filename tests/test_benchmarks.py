@@ -2,11 +2,12 @@
 
 import json
 import math
+import pathlib
 
 import numpy as np
 import pytest
 
-from benchmarks import memory, report, shapes, targets, timing
+from benchmarks import memory, monitor, report, shapes, targets, timing
 
 
 @pytest.mark.parametrize(
@@ -67,3 +68,17 @@ def test_a_missed_target_is_in_bold_and_a_met_one_is_not():
     found = {"graph": {**ratio, "median": 1.1}, "xla": ratio, "": 0.5}
     expected = "graph 1.10 [1.20, 1.40]; xla **1.30 [1.20, 1.40]**; 0.5"
     assert targets.cell(1.15, found) == expected
+
+
+def test_the_cost_of_a_record_is_what_its_step_and_the_next_take_longer():
+    cycle = [4.0, 2.0, *[1.0] * 7, 100.0]  # the last one was hit by chance
+    found = monitor.cost([cycle] * 3)
+    assert found["median"] == pytest.approx(0.4)
+    assert (found["seconds_a_step"], found["records"]) == (1.0, 3)
+
+
+def test_the_documented_cost_of_watching_is_the_measured_one():
+    results = json.loads((report.RESULTS / "monitor.json").read_text())
+    docs = pathlib.Path(__file__).parent.parent / "docs" / "how.md"
+    assert monitor.table(results) in docs.read_text()
+    assert results["date"] in docs.read_text()
