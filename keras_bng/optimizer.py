@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -386,6 +387,9 @@ def steps_of(optimizer: Any) -> Any:
     return optimizer._iterations
 
 
+_WATCHES = itertools.count(1)
+
+
 class Watch:
     """While it is entered, every update of an optimizer that is built is looked at.
 
@@ -402,14 +406,10 @@ class Watch:
         see: Callable[[Callable[[], Any]], None],
         around: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
-        self.optimizer, self.blocks, self.see, self.around = (
-            optimizer,
-            blocks,
-            see,
-            around,
-        )
+        self.optimizer, self.blocks = optimizer, blocks
+        self.see, self.around = see, around
         # A number among an optimizer's settings: its compiled steps are told apart.
-        self.hooks: dict[str, Any] = {"_watch": id(self), "apply": self._apply}
+        self.hooks: dict[str, Any] = {"_watch": next(_WATCHES), "apply": self._apply}
         self.hidden: list[dict[str, Any]] = []
         if isinstance(optimizer, BlockNormalized) and optimizer.rule is not None:
             self.hooks["_scaled"] = self._scaled
