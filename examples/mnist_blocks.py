@@ -10,7 +10,7 @@ layer's gradient and step while `mnist_mlp.py`'s model trains.
 Measured on all of MNIST, 3 epochs, seed 0, 2 cores, half a minute: the first layer's
 gradient has norm 4.8e-11 at the start, the last one's 1.3. With Adam the first layer
 moves by 1e-8 of its length a step, and its gradient shrinks further. With AdamNG all
-move alike, and after 900 steps all gradients have norms around 1: nothing vanishes
+move alike, and after 800 steps all gradients have norms around 1: nothing vanishes
 any more. The figure is in the README.
 """
 
