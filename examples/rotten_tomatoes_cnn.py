@@ -203,21 +203,29 @@ def search_table(results: list[Result]) -> str:
     rows = []
     rates = sorted({result["settings"]["rate"] for result in results})
     for name in ALGORITHMS:
-        if not report.matching(results, name):
+        found = by_rate(results, name)
+        if not found:
             continue
-        found = {rate: report.matching(results, name, rate=rate) for rate in rates}
-        best = {
-            r: report.histories(f, "dev_accuracy").max(1).mean()
-            for r, f in found.items()
-        }
-        chosen = max(best, key=best.__getitem__)
-        cells = [
-            f"**{100 * x:.1f}**" if rate == chosen else f"{100 * x:.1f}"
-            for rate, x in best.items()
-        ]
-        rows.append([name, *cells, plus_minus(developed(found[chosen]), 1)])
+        chosen = max(found, key=found.__getitem__)
+        cells = {rate: f"{100 * x:.1f}" for rate, x in found.items()}
+        cells[chosen] = f"**{cells[chosen]}**"
+        test = developed(report.matching(results, name, rate=chosen))
+        rows.append([name, *(cells.get(r, "") for r in rates), plus_minus(test, 1)])
     header = ["algorithm", *(f"{rate:g}" for rate in rates), "test, %, at the best"]
     return report.table(header, rows)
+
+
+def by_rate(results: list[Result], name: str) -> dict[float, float]:
+    """The best development accuracy of all epochs, for each rate that was tried."""
+    found = report.matching(results, name)
+    return {
+        rate: float(
+            report.histories(report.matching(found, name, rate=rate), "dev_accuracy")
+            .max(1)
+            .mean()
+        )
+        for rate in sorted(report.distinct(found, "rate"))
+    }
 
 
 def developed(results: list[Result]) -> np.ndarray:

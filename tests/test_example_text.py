@@ -1,5 +1,7 @@
 """`examples/penn_treebank_lstm.py` and `examples/rotten_tomatoes_cnn.py`."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -332,6 +334,15 @@ def sentiment_results(accuracies):
             "dev_accuracy": [0.5, 0.6, 0.7],
         },
     )
+
+
+def test_the_rates_of_sgdm_are_those_that_the_published_search_found():
+    published = pathlib.Path(rotten.__file__).parent / "results"
+    results = harness.read_all(published, rotten.SEARCH)
+    for name in ("SGDM", "SGDMNG"):
+        found = rotten.by_rate(results, name)
+        assert {*found} == {*rotten.GRID}
+        assert max(found, key=found.__getitem__) == rotten.RATES[name]
 
 
 def test_the_table_says_how_the_epoch_was_chosen():
