@@ -96,6 +96,20 @@ def windows(text: np.ndarray, length: int) -> tf.data.Dataset:
     return tf.data.Dataset.range(0, end, length).map(window)
 
 
+def in_rows(model: keras.Model) -> keras.Model:
+    """The same model with a row for each word, whatever its window.
+
+    TensorFlow then sees that loss and metric need the same cross-entropy, which is a
+    sixth of a step's time; and older `Perplexity` count windows instead of words.
+    """
+    logits = model.outputs[0]
+    return keras.Model(model.inputs, keras.ops.reshape(logits, (-1, logits.shape[-1])))
+
+
+def row_targets(words: tf.Tensor, following: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return words, tf.reshape(following, [-1, 1])
+
+
 class ResetState(keras.callbacks.Callback):
     """No state goes from one pass over a text into the next."""
 
@@ -117,21 +131,15 @@ def train(
     from keras_nlp.metrics import Perplexity
 
     length, epochs = run.settings["bptt"], run.settings["epochs"]
-    words = lookup.vocabulary_size()
-    model = build_model(words)
-    # A row for each word: TensorFlow then sees that loss and metric need the same
-    # cross-entropy. It is a sixth of a step's time.
-    rows = keras.Model(model.inputs, keras.ops.reshape(model.outputs[0], (-1, words)))
+    model = build_model(lookup.vocabulary_size())
+    rows = in_rows(model)
     rows.compile(
         optimizer=harness.optimizer(run.algorithm, run.settings["rate"]),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[Perplexity(from_logits=True, name="perplexity")],
         jit_compile=False,
     )
-    batches, tested = (
-        windows(part, length).map(lambda x, y: (x, tf.reshape(y, [-1])))
-        for part in (text, test)
-    )
+    batches, tested = (windows(part, length).map(row_targets) for part in (text, test))
     history = harness.fit(
         run,
         rows,

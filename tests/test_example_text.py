@@ -105,9 +105,10 @@ def test_perplexity_is_of_all_words_and_log_perplexity_its_log(tmp_path):
     text = np.random.default_rng(0).integers(0, 20, (100, 21))
     model = penn.build_model(20)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(loss=loss, metrics=[keras_nlp.metrics.Perplexity(from_logits=True)])
-    found = model.evaluate(
-        penn.windows(text, 16),
+    rows = penn.in_rows(model)
+    rows.compile(loss=loss, metrics=[keras_nlp.metrics.Perplexity(from_logits=True)])
+    found = rows.evaluate(
+        penn.windows(text, 16).map(penn.row_targets),
         callbacks=[penn.ResetState()],
         verbose=0,
         return_dict=True,
@@ -115,9 +116,7 @@ def test_perplexity_is_of_all_words_and_log_perplexity_its_log(tmp_path):
     whole = penn.build_model(20, batch=None)
     whole.set_weights(model.get_weights())
     expected = float(loss(text[:, 1:], whole(text[:, :-1], training=False)))
-    words = tuple(keras_nlp.__version__.split(".")[:2]) >= ("0", "32")
-    tolerance = 1e-5 if words else 1e-3  # older ones take the mean over windows
-    assert np.log(found["perplexity"]) == pytest.approx(expected, abs=tolerance)
+    assert np.log(found["perplexity"]) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
