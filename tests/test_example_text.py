@@ -1,6 +1,7 @@
 """`examples/penn_treebank_lstm.py` and `examples/rotten_tomatoes_cnn.py`."""
 
 import pathlib
+import shutil
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ import rotten_tomatoes_cnn as rotten
 import tensorflow as tf
 from harness import Run
 
+PUBLISHED = pathlib.Path(penn.__file__).parent / "results"
 WORDS = np.array([*["the", "cat", "sat", "on", "the", "mat", "<eos>"]] * 50)
 
 
@@ -336,8 +338,7 @@ def sentiment_results(accuracies):
 
 
 def test_the_rates_of_sgdm_are_those_that_the_published_search_found():
-    published = pathlib.Path(rotten.__file__).parent / "results"
-    results = harness.read_all(published, rotten.SEARCH)
+    results = harness.read_all(PUBLISHED, rotten.SEARCH)
     for name in ("SGDM", "SGDMNG"):
         found = rotten.by_rate(results, name)
         assert {*found} == {*rotten.GRID}
@@ -362,3 +363,12 @@ def test_claims_of_the_cnn():
         "AdamNG is better than Adam, chosen",
         "AdamNG is the best, chosen",
     ]
+
+
+def test_the_published_rates_of_the_language_model_are_those_of_its_search():
+    results = harness.read_all(PUBLISHED, penn.SEARCH)
+    assert {result["settings"]["bptt"] for result in results} == {40}
+    for name in penn.SEARCHED:
+        found = penn.by_rate(results, name)
+        assert {*found} == {*penn.GRID}
+        assert penn.lowest(found) == penn.RATES[name]
