@@ -1,7 +1,6 @@
 """`examples/penn_treebank_lstm.py` and `examples/rotten_tomatoes_cnn.py`."""
 
 import pathlib
-import shutil
 
 import keras
 import numpy as np
