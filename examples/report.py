@@ -169,7 +169,9 @@ def curves(
                 ax.set_ylabel(label)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     if set(labels) == set(algorithms):
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        rows = -(-len(labels) // (4 * len(panels)))  # four fit below a panel
+        columns = -(-len(labels) // rows)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     else:  # a panel has algorithms of its own
         for ax in axes[0]:
             ax.legend(fontsize="small")
@@ -179,10 +181,13 @@ def curves(
 
 
 def plain_ticks(axis: Any) -> None:
-    """0.5 and 2 instead of powers of ten, on a logarithmic axis."""
+    """0.5 and 2 instead of powers of ten, on a logarithmic axis that is not long."""
     from matplotlib import ticker
 
-    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(
+        ticker.LogLocator(subs=(1, 2, 5) if high / low < 1e4 else (1,))
+    )
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
 

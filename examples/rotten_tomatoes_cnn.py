@@ -9,13 +9,15 @@ The paper, best validation accuracy of 150 epochs: SGDM 64.35 %, SGDMNG 71.95 %,
     python examples/rotten_tomatoes_cnn.py --speed   # a step beside stock Keras
     python examples/rotten_tomatoes_cnn.py --smoke   # a minute, to see it work
 
-The paper's best of all epochs is chosen on
-the sentences that it is reported for, and is thus too good. So a tenth of the training
-sentences is kept for development, and the accuracy at the epoch that those choose is
-given too. Data: the two files of Pang and Lee in TFDS's manual directory, else by
-download.
+The paper's best of all epochs is chosen on the sentences that it is reported for, and
+is thus too good. So a tenth of the training sentences is kept for development, and the
+accuracy at the epoch that those choose is given too. Data: the two files of Pang and
+Lee in TFDS's manual directory, else by download.
 
-Measured: not yet on all of Rotten Tomatoes.
+Measured with two seeds, best of 150 epochs (chosen on development): SGDM 75.05 %
+(73.64 %), SGDMNG 74.48 % (72.47 %), AdaGrad 76.13 % (75.98 %), AdaGradNG 76.36 %
+(76.27 %), Adam 76.64 % (76.64 %), AdamNG 75.61 % (75.61 %). So NG is not better here,
+nor clearly worse. A run takes 17 minutes of one core. RESULTS.md has all.
 """
 
 from __future__ import annotations
@@ -377,7 +379,7 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
     searched = harness.read_all(out, SEARCH)
     if searched:
         parts += [
-            "One grid of rates for every algorithm: development accuracy, the best of "
+            "One grid of rates: development accuracy, the best of "
             f"{searched[0]['settings']['epochs']} epochs, in percent.",
             search_table(searched),
             report.what_was_run(searched),
@@ -386,9 +388,8 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
     if measured:
         parts += [
             "What a training step costs, by turns. The embedding is most of the "
-            "parameters. Its gradient is sparse until the base optimizer gets it; that "
-            "of SGD without momentum leaves it so, and changes the rows of the batch "
-            "only.",
+            "parameters. Its gradient is sparse until the base optimizer gets it; SGD "
+            "without momentum leaves it so, and changes the rows of the batch only.",
             speed_table(measured),
             report.what_was_run(measured),
         ]

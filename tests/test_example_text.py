@@ -1,6 +1,7 @@
 """`examples/penn_treebank_lstm.py` and `examples/rotten_tomatoes_cnn.py`."""
 
 import pathlib
+import shutil
 
 import keras
 import numpy as np
@@ -371,3 +372,30 @@ def test_the_published_rates_of_the_language_model_are_those_of_its_search():
         found = penn.by_rate(results, name)
         assert {*found} == {*penn.GRID}
         assert penn.lowest(found) == penn.RATES[name]
+
+
+@pytest.mark.parametrize("example", [rotten])
+def test_the_published_section_is_what_the_results_say(example, tmp_path):
+    """No number in RESULTS.md that is not in the JSONs."""
+    out = tmp_path / "results"
+    for mode in ("search", "speed"):
+        name = f"{example.EXPERIMENT}_{mode}"
+        if (PUBLISHED / name).exists():
+            shutil.copytree(PUBLISHED / name, out / name)
+    shutil.copy(PUBLISHED / f"{example.EXPERIMENT}.remarks.txt", out)
+    example.write_report(harness.read_all(PUBLISHED, example.EXPERIMENT), out)
+    name = f"{example.EXPERIMENT}.md"
+    assert (out / name).read_text() == (PUBLISHED / name).read_text()
+    assert (out / name).read_text() in (PUBLISHED.parent / "RESULTS.md").read_text()
+
+
+def test_the_published_results_of_the_cnn_are_complete():
+    results = harness.read_all(PUBLISHED, rotten.EXPERIMENT)
+    runs = {(result["algorithm"], result["seed"]) for result in results}
+    assert runs == {(name, seed) for name in rotten.ALGORITHMS for seed in (0, 1)}
+    assert len(results) == len(runs)
+    for result in results:
+        settings, history = result["settings"], result["history"]
+        assert settings["rate"] == rotten.RATES[result["algorithm"]]
+        assert settings["epochs"] == len(history["val_loss"]) == 150
+        assert settings["data"] == "full" and "9,596 + 1,066" in result["data"]
