@@ -37,6 +37,11 @@ def test_words_get_numbers_by_their_frequency():
     assert np.asarray(lookup(["c", "never", "<unk>"])).tolist() == [3, 0, 0]
 
 
+def test_word_frequencies_alone_have_the_entropy_of_the_text():
+    found = penn.frequencies_alone(np.array([*"aabc"]), np.array([*"ab"]))
+    assert found == pytest.approx((np.log(2) + np.log(4)) / 2)
+
+
 @pytest.mark.parametrize("length", [7, 40, 1000])
 def test_windows_are_contiguous_and_targets_are_the_next_words(length):
     text = np.arange(100 * 90).reshape(100, 90)
@@ -246,11 +251,12 @@ def test_claims_of_the_language_model():
 
 
 def test_a_search_of_the_language_model(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(penn, "GRID", (1.0, 0.1))
-    flags = ["--smoke", "--search", "--algorithms", "SGDMNG", "--epochs", "1"]
+    monkeypatch.setattr(penn, "GRIDS", {"SGDM": (1.0, 0.1), "Adam": (0.01,)})
+    flags = ["--smoke", "--search", "--algorithms", "SGDMNG", "Adam", "--epochs", "1"]
     results = penn.main([*flags, "--out", str(tmp_path)])
-    assert [result["settings"]["rate"] for result in results] == [1.0, 0.1]
+    assert [result["settings"]["rate"] for result in results] == [1.0, 0.1, 0.01]
     printed = capsys.readouterr().out
+    assert "| BPTT | algorithm | 0.01 | 0.1 | 1 |" in printed
     assert "judged on the validation text" in printed and "**" in printed
 
 
@@ -339,10 +345,11 @@ def sentiment_results(accuracies):
 
 def test_the_rates_of_sgdm_are_those_that_the_published_search_found():
     results = harness.read_all(PUBLISHED, rotten.SEARCH)
-    for name in ("SGDM", "SGDMNG"):
+    for name in rotten.ALGORITHMS:
         found = rotten.by_rate(results, name)
         assert {*found} == {*rotten.GRID}
-        assert max(found, key=found.__getitem__) == rotten.RATES[name]
+        if name in ("SGDM", "SGDMNG"):
+            assert max(found, key=found.__getitem__) == rotten.RATES[name]
 
 
 def test_the_table_says_how_the_epoch_was_chosen():
@@ -368,13 +375,17 @@ def test_claims_of_the_cnn():
 def test_the_published_rates_of_the_language_model_are_those_of_its_search():
     results = harness.read_all(PUBLISHED, penn.SEARCH)
     assert {result["settings"]["bptt"] for result in results} == {40}
-    for name in penn.SEARCHED:
-        found = penn.by_rate(results, name)
-        assert {*found} == {*penn.GRID}
-        assert penn.lowest(found) == penn.RATES[name]
+    for base, ng in penn.PAIRS.items():
+        for name in (base, ng):
+            found = penn.by_rate(results, name)
+            assert {*found} == {*penn.GRIDS[base]}
+            if base == "SGDM":
+                assert penn.lowest(found) == penn.RATES[name]
+            else:
+                assert penn.RATES[name] in found
 
 
-@pytest.mark.parametrize("example", [rotten])
+@pytest.mark.parametrize("example", [rotten, penn])
 def test_the_published_section_is_what_the_results_say(example, tmp_path):
     """No number in RESULTS.md that is not in the JSONs."""
     out = tmp_path / "results"
@@ -399,3 +410,17 @@ def test_the_published_results_of_the_cnn_are_complete():
         assert settings["rate"] == rotten.RATES[result["algorithm"]]
         assert settings["epochs"] == len(history["val_loss"]) == 150
         assert settings["data"] == "full" and "9,596 + 1,066" in result["data"]
+
+
+def test_the_published_results_of_the_language_model_are_complete():
+    results = harness.read_all(PUBLISHED, penn.EXPERIMENT)
+    runs = {(result["algorithm"], result["settings"]["bptt"]) for result in results}
+    assert runs == {(name, n) for name in penn.ALGORITHMS for n in penn.LENGTHS}
+    assert len(results) == len(runs)
+    for result in results:
+        settings, history = result["settings"], result["history"]
+        assert settings["rate"] == penn.RATES[result["algorithm"]]
+        assert settings["epochs"] == penn.EPOCHS[settings["bptt"]]
+        assert settings["epochs"] == len(history["val_perplexity"])
+        assert settings["data"] == "full"
+        assert "929,589 + 73,760 + 82,430 tokens" in result["data"]
