@@ -89,7 +89,9 @@ def measure(name: str, rounds: int, quick: bool) -> dict[str, Any]:
     x = rng.random(shape, "float32") if words is None else rng.integers(0, words, shape)
     y = rng.integers(0, classes, label_shape)
     batches = 1 if quick else batches
-    data = tf.data.Dataset.from_tensors((x, y)).repeat(batches).cache()
+    quiet = tf.data.Options()
+    quiet.autotune.enabled = False  # at its end, a `fit` would wait for its thread
+    data = tf.data.Dataset.from_tensors((x, y)).repeat(batches).with_options(quiet)
 
     cases = {}
     for optimizer in FIRST_STEPS:
