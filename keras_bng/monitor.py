@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import pathlib
 import socket
 import time
@@ -103,6 +104,7 @@ class BlockMonitor(keras.callbacks.Callback):
         self._next = self._next_record()
         if self.log_dir and self._file is None:
             self._file = _csv_file(self.log_dir / "blocks.csv")
+            self._lines = [_csv_line(name) for name in self.blocks]
 
     def _watch_anew(self, plain: Any, optimizer: Any) -> None:
         watched = [
@@ -214,10 +216,9 @@ class BlockMonitor(keras.callbacks.Callback):
 
     def _write(self, step: int, row: np.ndarray) -> None:
         if self._file:
-            lines = csv.writer(self._file)
-            lines.writerows(
-                [step, name, *values]
-                for name, values in zip(self.blocks, row.T.tolist())
+            self._file.writelines(
+                line % (step, *values)
+                for line, values in zip(self._lines, row.T.tolist())
             )
             self._file.flush()  # so that a kill costs no record
         if self._events:
@@ -260,6 +261,14 @@ def _csv_file(path: pathlib.Path) -> Any:
         csv.writer(file).writerow(["step", "block", *COLUMNS])
         file.flush()
     return file
+
+
+def _csv_line(block: str) -> str:
+    """To be filled in with `%`, which takes a third of the time of a `csv.writer`."""
+    name = io.StringIO()
+    csv.writer(name, lineterminator="").writerow([block])
+    values = ",".join(["%.9g"] * len(COLUMNS))  # of float32, these digits are all
+    return f"%d,{name.getvalue().replace('%', '%%')},{values}\r\n"
 
 
 class _Events:

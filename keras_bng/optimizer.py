@@ -424,20 +424,18 @@ class Watch:
             self.hooks["_backend_update_step"] = self._backend_update_step
 
     def __enter__(self) -> None:
-        own = vars(self.optimizer)
+        own = vars(self.optimizer)  # `setattr` would look for variables to track
         self.hidden.append({name: own[name] for name in self.hooks if name in own})
         for name, hook in self.hooks.items():
             if callable(hook):
                 hook = functools.partial(hook, getattr(self.optimizer, name))
-            setattr(self.optimizer, name, hook)
+            own[name] = hook
 
     def __exit__(self, *_: Any) -> None:
-        hidden = self.hidden.pop()
+        own = vars(self.optimizer)
         for name in self.hooks:
-            if name in hidden:  # of another one, entered before
-                setattr(self.optimizer, name, hidden[name])
-            else:
-                delattr(self.optimizer, name)
+            del own[name]
+        own.update(self.hidden.pop())  # of another one, entered before
 
     def _apply(self, original: Any, *args: Any, **kwargs: Any) -> None:
         with self.around():
@@ -464,4 +462,12 @@ class Watch:
             block = self.block_of.get(self.optimizer._get_variable_index(variable))
             if block is not None:
                 members[block].append(i)
-        self.see(lambda: block_factors(gradients, variables, members, rules.Unit()))
+        self.see(lambda: block_factors(gradients, variables, members, _as_it_is))
+
+
+def _as_it_is(gradient_norm: Any, weight_norm: Any) -> Any:
+    """A rule that changes nothing."""
+    return ops.ones_like(gradient_norm)
+
+
+_as_it_is.uses_weights = False

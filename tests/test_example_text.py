@@ -260,6 +260,14 @@ def test_a_search_of_the_language_model(tmp_path, capsys, monkeypatch):
     assert "judged on the validation text" in printed and "**" in printed
 
 
+def test_ten_times_the_rates_of_the_language_model(tmp_path, capsys):
+    flags = ["--smoke", "--tenfold", "--algorithms", "AdamNG", "--epochs", "1"]
+    (result,) = penn.main([*flags, "--out", str(tmp_path)])
+    assert result["settings"]["rate"] == 0.01
+    assert "| 40 | AdamNG | 0.01 | 1 |" in capsys.readouterr().out
+    assert {*penn.TENFOLD_ALGORITHMS} == {"AdaGrad", "AdaGradNG", "Adam", "AdamNG"}
+
+
 def test_the_cnn_is_kims():
     model = rotten.build_model(1000, 20)
     convolutions = [x for x in model.layers if isinstance(x, keras.layers.Conv1D)]
@@ -389,7 +397,7 @@ def test_the_published_rates_of_the_language_model_are_those_of_its_search():
 def test_the_published_section_is_what_the_results_say(example, tmp_path):
     """No number in RESULTS.md that is not in the JSONs."""
     out = tmp_path / "results"
-    for mode in ("search", "speed"):
+    for mode in ("search", "speed", "tenfold"):
         name = f"{example.EXPERIMENT}_{mode}"
         if (PUBLISHED / name).exists():
             shutil.copytree(PUBLISHED / name, out / name)
@@ -412,14 +420,23 @@ def test_the_published_results_of_the_cnn_are_complete():
         assert settings["data"] == "full" and "9,596 + 1,066" in result["data"]
 
 
-def test_the_published_results_of_the_language_model_are_complete():
-    results = harness.read_all(PUBLISHED, penn.EXPERIMENT)
+@pytest.mark.parametrize(
+    "experiment, algorithms, lengths, times",
+    [
+        (penn.EXPERIMENT, penn.ALGORITHMS, penn.LENGTHS, 1),
+        (penn.TENFOLD, penn.TENFOLD_ALGORITHMS, (40, 400), 10),
+    ],
+)
+def test_the_published_results_of_the_language_model_are_complete(
+    experiment, algorithms, lengths, times
+):
+    results = harness.read_all(PUBLISHED, experiment)
     runs = {(result["algorithm"], result["settings"]["bptt"]) for result in results}
-    assert runs == {(name, n) for name in penn.ALGORITHMS for n in penn.LENGTHS}
+    assert runs == {(name, n) for name in algorithms for n in lengths}
     assert len(results) == len(runs)
     for result in results:
         settings, history = result["settings"], result["history"]
-        assert settings["rate"] == penn.RATES[result["algorithm"]]
+        assert settings["rate"] == times * penn.RATES[result["algorithm"]]
         assert settings["epochs"] == penn.EPOCHS[settings["bptt"]]
         assert settings["epochs"] == len(history["val_perplexity"])
         assert settings["data"] == "full"

@@ -331,6 +331,22 @@ def test_files_have_what_memory_has(rng, tmp_path):
     assert len(lines) == 2 * len(seen.blocks)
 
 
+def test_files_take_any_name_of_a_block_and_any_number(rng, tmp_path):
+    name = 'all, "50 %s"'
+    model = compiled(small_model(), MAKE["SGD"]())
+    seen = BlockMonitor(tmp_path, blocks=lambda _: name, tensorboard=False)
+    x, y = small_data(rng)
+    x[0] = np.nan
+    model.fit(x, y, batch_size=len(x), verbose=0, callbacks=[seen])
+    read = BlockMonitor.read(tmp_path / "blocks.csv")
+    assert read.blocks == seen.blocks == [name]
+    assert np.isnan(read.history["gradient_norm"]).all()
+    for key, values in seen.history.items():  # all digits of a float32
+        np.testing.assert_array_equal(
+            read.history[key].astype("float32"), values.astype("float32")
+        )
+
+
 def test_scalars_for_tensorboard(rng, tmp_path):
     loading = pytest.importorskip(
         "tensorboard.backend.event_processing.event_file_loader"
