@@ -432,7 +432,7 @@ def main(arguments: Any = None) -> list[Result]:
         "--export", type=pathlib.Path, help="where each model goes as a SavedModel"
     )
     options = harness.parse(parser, arguments)
-    short = options.smoke or options.search
+    short = options.smoke or options.search or options.tenfold
     options.bptt = options.bptt or (LENGTHS[:1] if short else LENGTHS)
     corpus = data.penn_treebank(options.data, options.data_dir)
     if options.search:
