@@ -424,7 +424,7 @@ def test_the_published_results_of_the_cnn_are_complete():
     "experiment, algorithms, lengths, times",
     [
         (penn.EXPERIMENT, penn.ALGORITHMS, penn.LENGTHS, 1),
-        (penn.TENFOLD, penn.TENFOLD_ALGORITHMS, (40,), 10),
+        (penn.TENFOLD, penn.TENFOLD_ALGORITHMS, (40, 400), 10),
     ],
 )
 def test_the_published_results_of_the_language_model_are_complete(
