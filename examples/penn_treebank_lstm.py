@@ -22,9 +22,14 @@ Measured with one seed, test log perplexity after the last epoch, base and NG:
     BPTT 400, 3 epochs:   SGDM 6.591, 5.982; AdaGrad 6.493, 6.281; Adam 6.470, 6.483
     BPTT 1000, 3 epochs:  SGDM 6.900, 6.505; AdaGrad 6.491, 6.480; Adam 6.550, 6.521
 
+At ten times the paper's rates:
+
+    BPTT 40, 6 epochs:    AdaGrad 6.535, 4.971; Adam 5.444, 5.088
+    BPTT 400, 3 epochs:   AdaGrad 6.493, 5.901; Adam 6.527, 6.358
+
 So NG is better than its base where there are updates enough to tell (233 an epoch at
-40; 24 at 400, 10 at 1000), and the best is SGDMNG, not AdamNG. A run takes 21 to 26
-minutes of one core at 40, 11 at 400 and 1000. RESULTS.md has all.
+40; 24 at 400, 10 at 1000), and the best is SGDMNG or AdaGradNG, not AdamNG. A run takes
+21 to 26 minutes of one core at 40, 11 at 400 and 1000. RESULTS.md has all.
 """
 
 from __future__ import annotations
