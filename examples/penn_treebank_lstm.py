@@ -388,6 +388,13 @@ def complete(results: list[Result]) -> bool:
     return done == {(name, length) for name in ALGORITHMS for length in lengths}
 
 
+def beside(results: list[Result], out: pathlib.Path, experiment: str) -> list[Result]:
+    """The results of another experiment, on the same data."""
+    kinds = report.distinct(results, "data")
+    found = harness.read_all(out, experiment)
+    return [result for result in found if result["settings"]["data"] in kinds]
+
+
 def write_report(results: list[Result], out: pathlib.Path) -> None:
     sample = results[0]["settings"]["data"] == "sample"
     lengths = sorted(report.distinct(results, "bptt"))
@@ -411,7 +418,7 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
             "What the paper says, after the last epoch:",
             report.claims_table(claims(results)),
         ]
-    higher = harness.read_all(out, TENFOLD)
+    higher = beside(results, out, TENFOLD)
     if higher:
         parts += [
             "AdaGrad, Adam and their NG versions, at ten times the paper's rates:",
@@ -430,7 +437,7 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
                 "What the paper says, with these in place of the four above:",
                 report.claims_table(claims(higher)),
             ]
-    searched = harness.read_all(out, SEARCH)
+    searched = beside(results, out, SEARCH)
     if searched:
         parts += [
             "The paper gives no rate for SGDM. SGDM's and SGDMNG's, at every length, "

@@ -266,6 +266,11 @@ def test_ten_times_the_rates_of_the_language_model(tmp_path, capsys):
     assert result["settings"]["rate"] == 0.01
     assert "| 40 | AdamNG | 0.01 | 1 |" in capsys.readouterr().out
     assert {*penn.TENFOLD_ALGORITHMS} == {"AdaGrad", "AdaGradNG", "Adam", "AdamNG"}
+    # They are on the sample, and do not go beside results on all of the data.
+    penn.write_report(language_results(PERPLEXITIES), tmp_path)
+    assert "ten times" not in (tmp_path / f"{penn.EXPERIMENT}.md").read_text()
+    penn.write_report([result], tmp_path)
+    assert "ten times" in (tmp_path / f"{penn.EXPERIMENT}.md").read_text()
 
 
 def test_the_cnn_is_kims():
