@@ -24,7 +24,8 @@ import keras
 import mnist_mlp
 import report
 
-from keras_bng import BlockMonitor, monitor
+from keras_bng import BlockMonitor
+from keras_bng.tools import monitor
 
 DEPTH = 18
 EVERY = 10

@@ -2,7 +2,6 @@
 
 from keras_bng._version import __version__
 from keras_bng.blocks import Block, partition
-from keras_bng.monitor import BlockMonitor
 from keras_bng.normalize import normalize
 from keras_bng.optimizer import BlockNormalized
 from keras_bng.optimizers import (
@@ -14,7 +13,8 @@ from keras_bng.optimizers import (
     block_normalized,
 )
 from keras_bng.rules import Adaptive, Clip, Rule, Unit
-from keras_bng.summary import block_summary
+from keras_bng.tools.monitor import BlockMonitor
+from keras_bng.tools.summary import block_summary
 
 __all__ = [
     "SGDNG",

@@ -12,7 +12,8 @@ from helpers import arrays, compiled, small_data, small_model
 from keras import ops
 
 import keras_bng
-from keras_bng import SGDNG, AdamNG, Adaptive, BlockMonitor, block_summary, monitor
+from keras_bng import SGDNG, AdamNG, Adaptive, BlockMonitor, block_summary
+from keras_bng.tools import monitor
 
 BACKEND = keras.backend.backend()
 MAKE = {

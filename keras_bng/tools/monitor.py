@@ -16,8 +16,8 @@ import numpy as np
 
 from keras_bng.blocks import BlockSpec, check_spec
 from keras_bng.optimizer import steps_of
-from keras_bng.picture import plot
-from keras_bng.watched import Watched, inner_optimizers
+from keras_bng.tools.picture import plot
+from keras_bng.tools.watched import Watched, inner_optimizers
 
 VERSION = "brain.Event:2"  # that TensorBoard reads
 COLUMNS = ("gradient_norm", "weight_norm", "factor", "skipped", "relative_step")
@@ -178,7 +178,7 @@ class BlockMonitor(keras.callbacks.Callback):
         """A picture: blocks from input to output, steps from left to right.
 
         For several monitors below each other, in the same colours, there is
-        `keras_bng.picture.plot`.
+        `keras_bng.tools.picture.plot`.
         """
         plot({title: self}, path)
 

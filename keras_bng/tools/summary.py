@@ -11,7 +11,7 @@ import numpy as np
 
 from keras_bng.blocks import BlockSpec, partition
 from keras_bng.optimizer import BlockNormalized, variables_of
-from keras_bng.watched import inner_optimizers
+from keras_bng.tools.watched import inner_optimizers
 
 
 def block_summary(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from keras_bng.monitor import BlockMonitor
+    from keras_bng.tools.monitor import BlockMonitor
 
 PANELS = (
     ("gradient_norm", "log10 of the gradient's norm"),

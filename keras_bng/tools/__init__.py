@@ -1,0 +1,1 @@
+"""Seeing what the blocks are and what they do."""
