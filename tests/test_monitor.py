@@ -1,4 +1,4 @@
-"""`BlockMonitor` and `block_summary`, on every backend."""
+"""`BlockMonitor`, on every backend."""
 
 import builtins
 import csv
@@ -12,7 +12,7 @@ from helpers import arrays, compiled, small_data, small_model
 from keras import ops
 
 import keras_bng
-from keras_bng import SGDNG, AdamNG, Adaptive, BlockMonitor, block_summary
+from keras_bng import SGDNG, Adaptive, BlockMonitor
 from keras_bng.tools import monitor
 
 BACKEND = keras.backend.backend()
@@ -397,30 +397,6 @@ def test_a_killed_process_costs_no_record(rng, tmp_path):
     assert "1,dense,0.3" not in text and text.count("gradient_norm") == 1
 
 
-def test_the_picture(rng, tmp_path):
-    pytest.importorskip("matplotlib")
-    _, seen = watched(MAKE["SGD"], rng)
-    _, other = watched(MAKE["SGDNG"], rng, every=3)
-    seen.plot(tmp_path / "new" / "one.png", "SGD")
-    monitor.plot({"SGD": seen, "SGDNG": other}, tmp_path / "two.png")
-    for path in (tmp_path / "new" / "one.png", tmp_path / "two.png"):
-        assert path.stat().st_size > 8_000
-
-
-def test_a_picture_of_zeros_and_skips_is_grey(tmp_path):
-    pytest.importorskip("matplotlib")
-    seen = BlockMonitor()
-    seen.blocks = ["a", "b"]
-    zeros = np.zeros((len(monitor.COLUMNS), 2))
-    seen._rows = [(0, zeros), (1, zeros)]
-    seen.plot(tmp_path / "zeros.png")
-
-
-def test_nothing_to_plot():
-    with pytest.raises(ValueError, match="no records yet"):
-        BlockMonitor().plot("never.png")
-
-
 @pytest.mark.parametrize("package", ["matplotlib", "tensorboard"])
 def test_a_missing_package_is_named(package, tmp_path, monkeypatch):
     if package == "tensorboard" and BACKEND == "tensorflow":
@@ -453,48 +429,6 @@ def test_a_bad_every_is_an_error(every):
 def test_bad_blocks_are_an_error():
     with pytest.raises((ValueError, TypeError)):
         BlockMonitor(blocks="layers")
-
-
-def summary(*args, **kwargs):
-    lines = []
-    block_summary(*args, print_fn=lines.append, **kwargs)
-    return "\n".join(lines)
-
-
-def test_the_summary_shows_blocks_parameters_and_shares():
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(3, name="first"),
-            keras.layers.Dense(1, name="second"),
-        ]
-    )
-    text = summary(model)
-    assert "2 blocks, 19 trainable parameters" in text
-    (row,) = [line for line in text.splitlines() if "first/kernel" in line]
-    assert "15" in row and "78.9%" in row
-    assert "1 blocks" in summary(model, blocks="model")
-    text = summary(model, blocks=[("first", "front"), ("second", None)])
-    assert "front" in text and "(in no block)" in text and "21.1%" in text
-
-
-def test_the_summary_takes_the_optimizers_own_blocks():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    optimizer = AdamNG(blocks="variable")
-    with pytest.raises(ValueError, match="no variables yet"):
-        summary(optimizer)
-    model.compile(optimizer=optimizer, loss="mse")
-    assert "2 blocks" in summary(model)
-    optimizer.build(model.trainable_variables)
-    assert "2 blocks" in summary(optimizer)
-    assert "1 blocks" in summary(optimizer, blocks="layer")
-
-
-def test_a_model_that_is_not_built_and_other_things():
-    with pytest.raises(ValueError, match="no variables yet"):
-        summary(keras.Sequential([keras.layers.Dense(3)]))
-    with pytest.raises(TypeError, match=r"takes a model or an optimizer. Received: 3"):
-        summary(3)
 
 
 def test_history_is_json_after_tolist(rng):
