@@ -13,6 +13,7 @@ import sys
 import keras
 import numpy as np
 import pytest
+import reference
 from helpers import OPTIMIZERS, arrays, compiled, small_data, tensors
 
 from keras_bng import SGDNG, AdamNG
@@ -108,7 +109,8 @@ def on_each_replica(variable):
     ]
 
 
-def check_equal(model, other, tolerance=1e-6):
+def check_equal(model, other, tolerance=1e-5):
+    # Rounding is 1e-7 a step, more after Adam's division; a wrong norm shows at 1e-4.
     for a, b in zip(
         arrays(model.trainable_variables), arrays(other.trainable_variables)
     ):
@@ -195,7 +197,8 @@ def test_the_norm_is_of_the_sum_over_replicas():
         )
         total = np.sum(gradients, axis=0)
         for copy in on_each_replica(w):
-            np.testing.assert_allclose(copy, -total / np.linalg.norm(total), rtol=1e-6)
+            expected = -total / reference.block_norm([total])
+            np.testing.assert_allclose(copy, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "loss scaled"])
