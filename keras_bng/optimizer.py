@@ -5,10 +5,11 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_all_reduce_sum_gradients` (TensorFlow): the gradients it returns are the first that
   are summed over replicas, and nothing but the update comes after it.
 - `_backend_update_step` (JAX, torch): the last call that sees all gradients at once.
+- `_backend_apply_gradients` (TensorFlow): the part of an eager step that is compiled;
+  what is Python in it (schedules, constraints) comes before and after.
 - `_backend_reset_gradient_accumulators`, `_accumulated_gradients` (torch): see there.
 - `_get_variable_index`: from what a step is given back to the list given to `build`.
-- `_check_variables_are_known`: Keras's own error, before a step is compiled.
-- `_learning_rate`: whether the rate is a plain Python callable.
+- `_learning_rate`: a variable, or what Keras calls for the rate of this step.
 - `_trainable_variables`: to take over the state of an optimizer that was built.
 - `_exclude_from_weight_decay*`: settings that `get_config` leaves out.
 - `_iterations`: steps, where the public `iterations` counts accumulated updates.
@@ -18,19 +19,30 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
 import itertools
 import numbers
-from collections.abc import Callable
-from typing import Any
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from keras_bng import rules
-from keras_bng.blocks import Block, BlockSpec, check_spec, partition
+from keras_bng.blocks import (
+    Block,
+    Blocks,
+    BlockSpec,
+    check_spec,
+    partition,
+    path_of,
+)
 from keras_bng.normalize import (
     block_factors,
     check_factor,
@@ -39,30 +51,44 @@ from keras_bng.normalize import (
     times,
 )
 
+if TYPE_CHECKING:
+    Base = keras.optimizers.Optimizer
+else:
+    Base = object
+
 PACKAGE = "keras_bng"
 ACCUMULATION_ON_REPLICAS = (
     "Keras cannot accumulate gradients in a compiled step on more than one replica "
     "(its own optimizers raise here too). Use a larger batch, call `strategy.run` "
     "eagerly, or leave out `gradient_accumulation_steps`."
 )
+EAGER_STEPS = 8  # that an optimizer remembers: sets of variables and settings
+# In these dtypes the square of a smaller number is 0, and with it a second moment.
+SMALLEST_ROOTS = {"float16": 2.0**-12}
 
 
 class _Built:
     """What `build` found. A plain object, because Keras takes the variables in any
     list, tuple or dict that an optimizer holds for the optimizer's own state."""
 
-    def __init__(self, blocks: tuple[Block, ...], index_of: Any) -> None:
+    def __init__(self, blocks: Blocks, variables: list[Any], index_of: Any) -> None:
         self.blocks = blocks
+        self.variables = [_name_and_shape(v) for v in variables]
         self.block_of = {
             index_of(v): i for i, block in enumerate(blocks) for v in block.variables
         }
-        self.compiled_steps: dict[Any, Any] = {}
+        self.eager_steps: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
 
-class BlockNormalized:
+class BlockNormalized(Base):
     """Mixin that normalizes gradients block by block before a Keras optimizer's update.
 
     Put it in front of a Keras optimizer: `class LionNG(BlockNormalized, Lion)`.
+
+    `rule`, `l2` and `jit_compile` are attributes that can be set later. An eager step
+    follows at once. A function that is traced already, `fit`'s for example, does not,
+    as with any setting of a Keras optimizer but the learning rate: call
+    `model.make_train_function(force=True)`, or compile the model again.
 
     Args:
         blocks: What makes a block: `"layer"` (default), `"variable"`, `"model"`, a
@@ -75,7 +101,8 @@ class BlockNormalized:
             Torch. Keras's own `weight_decay` is decoupled from the gradient.
         jit_compile: How a step called eagerly on TensorFlow runs: `"auto"` as one
             compiled function, with XLA if there is a GPU; `True` always with XLA;
-            `False` op by op.
+            `False` op by op. Op by op runs, too, what may change in Python from step to
+            step: a `rule` or an `update_step` of your own, settings that are new.
     """
 
     def __init__(
@@ -89,19 +116,15 @@ class BlockNormalized:
     ) -> None:
         blocks = check_spec(blocks)
         rule = rules.get(rule)
-        if l2 is not None:
-            rules.check_number("l2", l2)
-        if not (isinstance(jit_compile, bool) or jit_compile == "auto"):
-            raise ValueError(
-                "`jit_compile` must be True, False or 'auto'. "
-                f"Received: jit_compile={jit_compile!r}"
-            )
+        _check_l2(l2)
+        _check_jit_compile(jit_compile)
         super().__init__(*args, **kwargs)
         self._block_spec = blocks
-        self.rule = rule
-        self.l2 = l2
-        self.jit_compile = jit_compile
-        self._built_blocks = None
+        self._rule = rule
+        self._l2 = l2
+        self._jit_compile = jit_compile
+        self._built_blocks: _Built | None = None
+        self._saved_blocks: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -111,6 +134,37 @@ class BlockNormalized:
     def blocks(self) -> tuple[Block, ...]:
         """The blocks, after `build`; before it, an empty tuple."""
         return self._built_blocks.blocks if self._built_blocks else ()
+
+    @property
+    def rule(self) -> Any:
+        """What each block's gradient is multiplied by; None for nothing."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: rules.RuleSpec) -> None:
+        rule = rules.get(rule)
+        _check_factors_of(rule, self.blocks)
+        self._rule = rule
+
+    @property
+    def l2(self) -> float | None:
+        """Times the weights, what is added to a gradient after normalization."""
+        return self._l2
+
+    @l2.setter
+    def l2(self, l2: float | None) -> None:
+        _check_l2(l2)
+        self._l2 = l2
+
+    @property
+    def jit_compile(self) -> bool | str:
+        """How a step called eagerly on TensorFlow runs."""
+        return self._jit_compile
+
+    @jit_compile.setter
+    def jit_compile(self, jit_compile: bool | str) -> None:
+        _check_jit_compile(jit_compile)
+        self._jit_compile = jit_compile
 
     @property
     def skipped_blocks(self) -> Any:
@@ -126,12 +180,12 @@ class BlockNormalized:
         """Creates the base optimizer's state, the blocks and the counter."""
         if self.built:
             return
-        blocks = partition(variables, self._block_spec)
-        if self.rule is not None and blocks:
-            ones = ops.ones((len(blocks),))
-            check_factor(self.rule(ones, ones), len(blocks))
+        blocks = _restored(self._saved_blocks, variables)
+        if blocks is None:
+            blocks = partition(variables, self._block_spec)
+        _check_factors_of(self.rule, blocks)
         super().build(variables)
-        self._built_blocks = _Built(blocks, self._get_variable_index)
+        self._built_blocks = _Built(blocks, variables, self._get_variable_index)
         self._skipped_blocks = self.add_variable(
             shape=(),
             dtype="int",
@@ -164,11 +218,12 @@ class BlockNormalized:
         super()._backend_update_step(grads, trainable_variables, learning_rate)
 
     def _normalized(self, gradients: Any, variables: Any) -> list[Any]:
+        assert self._built_blocks is not None
         if self.rule is None:
             return [self._with_l2(g, w) for g, w in zip(gradients, variables)]
         block_of = self._built_blocks.block_of
         owners = [block_of.get(self._get_variable_index(v)) for v in variables]
-        members = [[] for _ in self.blocks]
+        members: list[list[int]] = [[] for _ in self.blocks]
         for i, block in enumerate(owners):
             if block is not None:
                 members[block].append(i)
@@ -177,6 +232,8 @@ class BlockNormalized:
 
         found = block_factors(gradients, variables, members, self.rule)
         dropped = ops.sum(ops.cast(ops.logical_not(found.kept), "int32"))
+        if not _counts_here(self._skipped_blocks):
+            dropped = ops.zeros_like(dropped)
         self._skipped_blocks.assign_add(ops.cast(dropped, self._skipped_blocks.dtype))
         return self._scaled(found, owners, variables)
 
@@ -199,82 +256,91 @@ class BlockNormalized:
             gradient = times(gradient, factor)
         return self._with_l2(gradient, weight, kept)
 
-    def _with_l2(self, gradient: Any, weight: Any, kept: Any = None) -> Any:
+    def _with_l2(self, gradient: Any, weight: Any, share: Any = None) -> Any:
+        """`gradient + share * l2 * weight`; a share is a number or a bool."""
         if not self.l2 or gradient is None:
             return gradient
-        decay = ops.cast(self.l2, weight.dtype) * ops.convert_to_tensor(weight)
-        if kept is not None:
-            decay = decay * ops.cast(kept, decay.dtype)
+        dtype = keras.backend.standardize_dtype(weight.dtype)
+        dtype = "float64" if dtype == "float64" else "float32"
+        decay = ops.cast(ops.convert_to_tensor(weight), dtype) * self.l2
+        if share is not None:
+            decay = decay * ops.cast(share, dtype)
         return ops.add(gradient, ops.cast(decay, gradient.dtype))
 
     # A step called eagerly on TensorFlow, compiled.
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Updates the variables; called eagerly on TensorFlow, as one compiled step."""
-        if len(grads) == 0 or not self._compiles_eager_steps():
-            try:
-                return _unconverted(super().apply)(grads, trainable_variables)
-            except RuntimeError as error:
-                if self.gradient_accumulation_steps and "merge_call" in str(error):
-                    raise RuntimeError(ACCUMULATION_ON_REPLICAS) from error
-                raise
-        if trainable_variables is not None:
-            trainable_variables = list(trainable_variables)
-            if not self.built:
-                with keras.name_scope(self.name, caller=self):
-                    self.build(trainable_variables)
-        elif not self.built:
-            return super().apply(grads)  # for its error message
-        grads = [
-            g if g is None or is_sparse(g) else ops.convert_to_tensor(g) for g in grads
-        ]
-        self._compiled_step(trainable_variables)(grads)
+        try:
+            _unconverted(super().apply)(grads, trainable_variables)
+        except RuntimeError as error:
+            if self.gradient_accumulation_steps and "merge_call" in str(error):
+                raise RuntimeError(ACCUMULATION_ON_REPLICAS) from error
+            raise
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        step = super()._backend_apply_gradients
+        if not self._compiles_eager_steps():
+            return step(grads, trainable_variables)
+        key = self._settings(), *map(self._get_variable_index, trainable_variables)
+        steps = self._built_blocks.eager_steps
+        if key not in steps and steps:  # a setting that is new at each step is not
+            steps[key] = None  # compiled at each step: only if it comes back
+            if len(steps) > EAGER_STEPS:
+                steps.popitem(last=False)
+            return step(grads, trainable_variables)
+        if steps.get(key) is None:
+            steps[key] = self._compiled(step, trainable_variables)
+        steps.move_to_end(key)
+        grads = [g if is_sparse(g) else ops.convert_to_tensor(g) for g in grads]
+        steps[key](grads, self._rate_of_this_step())
 
     def _compiles_eager_steps(self) -> bool:
         if keras.backend.backend() != "tensorflow" or self.jit_compile is False:
             return False
         if self.rule is None and not self.l2:
             return False  # bit for bit the stock optimizer
+        if self.rule is not None and type(self.rule) not in rules.NAMED_RULES.values():
+            return False  # a trace would freeze what it reads
         import tensorflow as tf
 
-        rate = self._learning_rate
-        is_frozen_by_tracing = callable(rate) and not isinstance(
-            rate, (keras.Variable, keras.optimizers.schedules.LearningRateSchedule)
-        )
         return (
             tf.executing_eagerly()
             and not tf.distribute.has_strategy()  # merge_call cannot be in a function
-            and not is_frozen_by_tracing
+            and _updates_like_keras(type(self))
         )
 
-    def _compiled_step(self, variables: list[Any] | None) -> Any:
-        """The compiled step for these variables and the settings of this moment."""
-        settings = tuple(
-            (name, value)
+    def _settings(self) -> tuple[Any, ...]:
+        """What a trace of the step freezes, to be compared with that of other steps."""
+        return self.rule, *(
+            (name, _plain(value))
             for name, value in vars(self).items()
-            if value is None or isinstance(value, (str, numbers.Number))
+            if _plain(value) is not None
         )
-        objects = (self.rule, self._learning_rate, *(variables or ()))
-        key = settings, tuple(map(id, objects))
-        steps = self._built_blocks.compiled_steps
-        if key not in steps:
-            import tensorflow as tf
 
-            # Here, because its message about an unknown one needs eager values.
-            self._check_variables_are_known(variables or ())
+    def _rate_of_this_step(self) -> Any:
+        """As a tensor, unless it is a variable, which a trace reads by itself."""
+        import tensorflow as tf
 
-            use_xla = self.jit_compile is True or bool(
-                tf.config.list_logical_devices("GPU")
-            )
-            apply = super().apply
-            step = tf.function(
-                lambda grads: apply(grads, variables),
-                jit_compile=use_xla or None,
-                reduce_retracing=True,
-                autograph=False,
-            )
-            steps[key] = step, objects  # the ids stay taken while objects are held
-        return steps[key][0]
+        if isinstance(self._learning_rate, keras.Variable):
+            return None
+        rate = self.learning_rate
+        return rate if tf.is_tensor(rate) else tf.constant(np.asarray(rate))
+
+    def _compiled(self, step: Any, variables: list[Any]) -> Any:
+        import tensorflow as tf
+
+        def traced(grads: Any, rate: Any) -> None:
+            with _set_for_now(self, "_learning_rate", rate):
+                step(grads, variables)
+
+        gpu = self.jit_compile == "auto" and tf.config.list_logical_devices("GPU")
+        return tf.function(
+            traced,
+            jit_compile=True if self.jit_compile is True or gpu else None,
+            reduce_retracing=True,
+            autograph=False,
+        )
 
     # Saving.
 
@@ -282,36 +348,111 @@ class BlockNormalized:
         return {**super().get_config(), **self._block_config()}
 
     def _block_config(self) -> dict[str, Any]:
-        return {
-            "blocks": _serialized("blocks", self._block_spec),
+        blocks = _serialized("blocks", self._block_spec)
+        config = {
+            "blocks": blocks,
             "rule": _serialized("rule", self.rule),
             "l2": self.l2,
             "jit_compile": self.jit_compile,
         }
+        built = self._built_blocks
+        if built is not None:
+            positions = built.blocks.positions
+            config["partition"] = {
+                "of": blocks,
+                "blocks": [[b.name, list(p)] for b, p in zip(built.blocks, positions)],
+                "variables": built.variables,
+            }
+        elif self._saved_blocks is not None:
+            config["partition"] = self._saved_blocks.config
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         config = dict(config)
+        saved = config.pop("partition", None)
+        if saved is not None and saved["of"] != _as_saved(config.get("blocks")):
+            saved = None  # somebody has asked for other blocks since
         for name in ("blocks", "rule"):
             if isinstance(config.get(name), dict):
                 config[name] = keras.saving.deserialize_keras_object(
                     config[name], custom_objects=custom_objects
                 )
+        optimizer = cls._made_from(config, custom_objects)
+        if saved is not None:
+            optimizer._saved_blocks = _SavedBlocks(saved)
+        return optimizer
+
+    @classmethod
+    def _made_from(cls, config: dict[str, Any], custom_objects: Any) -> Any:
         return super().from_config(config, custom_objects)
 
     def load_own_variables(self, store: Any) -> None:
         """Loads saved state; that of the stock optimizer too, which has no counter."""
-        if self.built and len(store.keys()) == len(self.variables) - 1:
-            stock = [v for v in self.variables if v is not self._skipped_blocks]
-            for i, variable in enumerate(stock):
-                variable.assign(store[str(i)])
+        ours = list(self.variables)
+        if self.built and len(store.keys()) == len(ours) - 1:
+            ours = [v for v in ours if v is not self._skipped_blocks]
+        if len(store.keys()) != len(ours):
+            return super().load_own_variables(store)  # for its warning
+        saved = [store[str(i)] for i in range(len(ours))]
+        if all(map(_fits, saved, ours)):
+            for variable, value in zip(ours, saved):
+                variable.assign(value)
+        elif len(ours) < len(self.variables):
+            super().load_own_variables(store)  # for its warning
         else:
-            super().load_own_variables(store)
+            warnings.warn(
+                f"Skipping variable loading for optimizer '{self.name}', because the "
+                "saved variables have other shapes or dtypes than its own.",
+                stacklevel=2,
+            )
+
+
+def _check_l2(l2: Any) -> None:
+    if l2 is not None:
+        rules.check_number("l2", l2)
+
+
+def _check_jit_compile(jit_compile: Any) -> None:
+    if not (isinstance(jit_compile, bool) or jit_compile == "auto"):
+        raise ValueError(
+            "`jit_compile` must be True, False or 'auto'. "
+            f"Received: jit_compile={jit_compile!r}"
+        )
+
+
+def _check_factors_of(rule: Any, blocks: tuple[Block, ...]) -> None:
+    if rule is not None and blocks:
+        ones = ops.ones((len(blocks),))
+        check_factor(rule(ones, ones), len(blocks))
 
 
 def backend_class(stock: type) -> type:
-    """The class that Keras makes for `stock`: on torch, for some, a faster one."""
-    return type(stock())
+    """The class that Keras makes for `stock`: on torch, for some, a faster one.
+
+    It decides in `__new__`; an instance would have variables and start the runtime.
+    """
+    return type(stock.__new__(stock))
+
+
+def _counts_here(counter: Any) -> bool:
+    """Whether this replica is the one that counts for all.
+
+    A counter that was built outside of the strategy's scope is one for all replicas.
+    """
+    if keras.backend.backend() != "tensorflow":
+        return True
+    import tensorflow as tf
+
+    replica = tf.distribute.get_replica_context()
+    if replica is None or replica.num_replicas_in_sync == 1:
+        return True
+    if isinstance(counter.value, tf.distribute.DistributedValues):
+        return True
+    number = replica.replica_id_in_sync_group
+    if tf.is_tensor(number):
+        number = tf.get_static_value(number)  # None on a TPU: it is not known yet
+    return number in (None, 0)
 
 
 def _unconverted(function: Any) -> Any:
@@ -321,6 +462,58 @@ def _unconverted(function: Any) -> Any:
     import tensorflow as tf
 
     return tf.autograph.experimental.do_not_convert(function)
+
+
+def _plain(value: Any) -> Any:
+    """A setting as something to compare and hash; None if it is not plain."""
+    if isinstance(value, (str, numbers.Number, re.Pattern)):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    return None
+
+
+@functools.cache
+def _updates_like_keras(cls: type) -> bool:
+    """Whether all that a step does is Keras's code and ours, which reads settings only.
+
+    An `update_step` of somebody else may read whatever it likes, at each step.
+    """
+    own = {"__init__", "get_config", "from_config", "build"}
+    return not any(
+        hasattr(keras.optimizers.Optimizer, name)
+        for c in cls.__mro__
+        if c.__module__.partition(".")[0] not in ("keras", PACKAGE, "tensorflow")
+        for name in vars(c)
+        if name not in own and not name.startswith("__")
+    )
+
+
+@contextlib.contextmanager
+def _set_for_now(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value, past Keras's tracking; None changes nothing."""
+    own = vars(owner)
+    before = own[name]
+    if value is not None:
+        own[name] = value
+    try:
+        yield
+    finally:
+        own[name] = before
+
+
+def raised_for(dtype: Any, optimizer: BlockNormalized, name: str) -> Any:
+    """A context in which this setting, added to a root, is not too small for `dtype`.
+
+    In float16 an epsilon of 1e-8 is 0, and so is the square of what is below 2.4e-4:
+    a step would be 0 / 0, or a gradient divided by almost nothing.
+    """
+    smallest = SMALLEST_ROOTS.get(keras.backend.standardize_dtype(dtype), 0.0)
+    if optimizer.rule is None or getattr(optimizer, name) >= smallest:
+        return contextlib.nullcontext()
+    return _set_for_now(optimizer, name, smallest)
 
 
 def take_over(source: Any, target: Any) -> None:
@@ -342,10 +535,56 @@ def live_learning_rate(optimizer: Any) -> Any:
     )
 
 
+# Blocks in a saved config, by position: paths are others when a model is loaded.
+
+
+class _SavedBlocks:
+    """A plain object, because Keras would track, and wrap, lists in an attribute."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+
+def _restored(saved: _SavedBlocks | None, variables: list[Any]) -> Blocks | None:
+    """The saved blocks, if these are variables like those that they were made of."""
+    if saved is None:
+        return None
+    if _as_saved(saved.config["variables"]) != [_name_and_shape(v) for v in variables]:
+        return None
+    blocks = []
+    for name, positions in saved.config["blocks"]:
+        members = {id(variables[i]): variables[i] for i in positions}  # tied ones once
+        blocks.append(Block(name, tuple(members.values())))
+    positions = [positions for _, positions in saved.config["blocks"]]
+    return Blocks(blocks, positions, len(variables))
+
+
+def _name_and_shape(variable: Any) -> list[Any]:
+    """What a variable keeps when its model is loaded. Keras may number names anew."""
+    name = path_of(variable).rpartition("/")[2]
+    return [re.sub(r"(_\d+)?$", "", name), [int(n) for n in variable.shape]]
+
+
+def _as_saved(value: Any) -> Any:
+    """Tuples as lists, as JSON has them."""
+    if isinstance(value, (list, tuple)):
+        return [_as_saved(v) for v in value]
+    return value
+
+
+def _fits(saved: Any, variable: Any) -> bool:
+    counts = "int" in keras.backend.standardize_dtype(variable.dtype)
+    return tuple(saved.shape) == tuple(variable.shape) and counts == (
+        np.dtype(saved.dtype).kind in "iu"
+    )
+
+
 def _serialized(argument: str, value: Any) -> Any:
     """A callable or rule as a config, or an error that says how to make it one."""
-    if value is None or isinstance(value, (str, tuple)):
+    if value is None or isinstance(value, str):
         return value
+    if isinstance(value, (list, tuple)):
+        return _as_saved(value)
     help_text = (
         f"The `{argument}` {value!r} cannot be saved. Define it at the top level of a "
         "module and register it: put `@keras.saving.register_keras_serializable()` "
@@ -366,7 +605,8 @@ def _signature(cls: type) -> inspect.Signature:
     own = inspect.signature(cls.__init__).parameters
     if not any(p.kind == p.VAR_POSITIONAL for p in own.values()):
         return inspect.Signature(list(own.values())[1:])
-    stock = next(c for c in cls.__mro__ if not issubclass(c, BlockNormalized))
+    optimizers = [c for c in cls.__mro__ if issubclass(c, keras.optimizers.Optimizer)]
+    stock = next((c for c in optimizers if not issubclass(c, BlockNormalized)), object)
     ours = inspect.signature(BlockNormalized.__init__).parameters
     parameters = {}
     for source in (inspect.signature(stock.__init__).parameters, own, ours):

@@ -16,11 +16,16 @@ from keras_bng.optimizer import (
     BlockNormalized,
     backend_class,
     live_learning_rate,
+    raised_for,
     take_over,
 )
 
 # A gradient with more entries than this is worth not copying.
 LARGE = 2**16
+NO_RULE = (
+    "`AdagradBNG` takes no `rule`: Algorithm 2 is defined for unit norms. "
+    "`AdagradNG` takes one. Received: rule={!r}"
+)
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
@@ -85,8 +90,27 @@ class SGDNG(BlockNormalized, backend_class(keras.optimizers.SGD)):
 _sgd_update = SGDNG.update_step
 
 
+class _EpsilonBesideRoot:
+    """For bases that divide by `sqrt(v) + epsilon`: see `raised_for`."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        with raised_for(variable.dtype, self, "epsilon"):
+            super().update_step(gradient, variable, learning_rate)
+
+    def _parallel_update_step(self, grads: Any, variables: Any, rate: Any) -> None:
+        """torch: all variables at once, here those of each dtype."""
+        alike: dict[str, list[int]] = {}
+        for i, variable in enumerate(variables):
+            alike.setdefault(variable.dtype, []).append(i)
+        for dtype, group in alike.items():
+            with raised_for(dtype, self, "epsilon"):
+                super()._parallel_update_step(
+                    [grads[i] for i in group], [variables[i] for i in group], rate
+                )
+
+
 @keras.saving.register_keras_serializable(PACKAGE)
-class AdamNG(BlockNormalized, backend_class(keras.optimizers.Adam)):
+class AdamNG(BlockNormalized, _EpsilonBesideRoot, backend_class(keras.optimizers.Adam)):
     """Adam on block-normalized gradients.
 
     Takes the arguments of `keras.optimizers.Adam` in their order (here `epsilon`
@@ -152,14 +176,15 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
     one: `w -= learning_rate * g / (delta + sqrt(sum of squares of g / ||g||))`. So it
     is not `AdagradNG`, and a vanishing gradient still makes it stop.
 
+    With `l2`, `l2 * w` is added to `g / ||g||`, and `||g||` times that to `g`: what is
+    accumulated and what is stepped along stay one gradient at two lengths.
+
     Args:
         learning_rate: The paper's eta. Defaults to `0.01`.
         delta: Added to the root of the accumulator, above 0. Defaults to `1e-8`.
 
     All other arguments are those of every Keras optimizer and, but for `rule`, of
-    `keras_bng.BlockNormalized`. `l2 * w` is added to both, the raw gradient of the step
-    and the accumulated one: were it only in the step, a weight whose gradient is 0
-    would be divided by `delta`.
+    `keras_bng.BlockNormalized`.
     """
 
     def __init__(
@@ -183,12 +208,8 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         **kwargs: Any,
     ) -> None:
         if "rule" in kwargs:
-            raise TypeError(
-                "`AdagradBNG` takes no `rule`: Algorithm 2 is defined for unit norms. "
-                "`AdagradNG` takes one. "
-                f"Received: rule={kwargs['rule']!r}"
-            )
-        rules.check_number("delta", delta, positive=True)
+            raise TypeError(NO_RULE.format(kwargs["rule"]))
+        _check_delta(delta)
         super().__init__(
             learning_rate=learning_rate,
             weight_decay=weight_decay,
@@ -206,7 +227,26 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
             jit_compile=jit_compile,
             **kwargs,
         )
-        self.delta = delta
+        self._delta = delta
+
+    @property
+    def delta(self) -> float:
+        """What is added to the root of the accumulator."""
+        return self._delta
+
+    @delta.setter
+    def delta(self, delta: float) -> None:
+        _check_delta(delta)
+        self._delta = delta
+
+    @property
+    def rule(self) -> Any:
+        """Always `Unit()`: Algorithm 2 has no other."""
+        return self._rule
+
+    @rule.setter
+    def rule(self, rule: Any) -> None:
+        raise TypeError(NO_RULE.format(rule))
 
     def build(self, variables: list[Any]) -> None:
         if self.built:
@@ -218,8 +258,12 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         self, gradient: Any, weight: Any, factor: Any = None, kept: Any = None
     ) -> Any:
         normalized = super()._to_base(gradient, weight, factor, kept)
-        raw = gradient if kept is None else _zero_unless(kept, gradient)
-        return self._with_l2(raw, weight, kept), normalized
+        if factor is None:
+            return normalized, normalized
+        known = factor > 0
+        norm = ops.where(known, 1.0 / ops.where(known, factor, 1.0), 0.0)
+        raw = _zero_unless(kept, gradient)
+        return self._with_l2(raw, weight, norm), normalized
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Update step; `gradient` is the pair (raw, normalized)."""
@@ -227,17 +271,18 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         rate = ops.cast(learning_rate, variable.dtype)
         accumulator = self._accumulators[self._get_variable_index(variable)]
         self.assign_add(accumulator, ops.square(normalized))
-        self.assign_sub(
-            variable,
-            ops.divide(
-                ops.multiply(rate, raw), ops.add(ops.sqrt(accumulator), self.delta)
-            ),
-        )
+        with raised_for(variable.dtype, self, "_delta"):
+            root = ops.add(ops.sqrt(accumulator), self.delta)
+        self.assign_sub(variable, ops.divide(ops.multiply(rate, raw), root))
 
     def get_config(self) -> dict[str, Any]:
         config = {**super().get_config(), "delta": self.delta}
         del config["rule"]
         return config
+
+
+def _check_delta(delta: Any) -> None:
+    rules.check_number("delta", delta, positive=True)
 
 
 def _zero_unless(kept: Any, gradient: Any) -> Any:
@@ -246,6 +291,11 @@ def _zero_unless(kept: Any, gradient: Any) -> Any:
     return ops.where(kept, gradient, ops.zeros_like(gradient))
 
 
+EPSILON_BESIDE_ROOT = (
+    keras.optimizers.Adam,
+    keras.optimizers.Nadam,
+    keras.optimizers.Lamb,
+)
 _NORMALIZED_CLASSES: dict[type, type] = {
     backend_class(keras.optimizers.SGD): SGDNG,
     backend_class(keras.optimizers.Adam): AdamNG,
@@ -271,14 +321,16 @@ class _Wrapped(BlockNormalized):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        config = {
-            name: keras.saving.deserialize_keras_object(value, custom_objects)
-            if isinstance(value, dict)
-            else value
-            for name, value in config.items()
-        }
-        return block_normalized(**config)
+    def _made_from(cls, config: dict[str, Any], custom_objects: Any) -> Any:
+        optimizer = keras.saving.deserialize_keras_object(
+            config.pop("optimizer"), custom_objects
+        )
+        return block_normalized(optimizer, **config)
+
+    def __reduce__(self) -> Any:
+        """Keras's way, by name of a class that other processes have, too."""
+        load, arguments = super().__reduce__()
+        return getattr(self.stock_class, load.__name__), arguments
 
 
 def block_normalized(
@@ -331,16 +383,17 @@ def block_normalized(
     config["learning_rate"] = live_learning_rate(optimizer)
     config |= {"blocks": blocks, "rule": rule, "l2": l2, "jit_compile": jit_compile}
     cls = _normalized_class(type(optimizer))
-    normalized = BlockNormalized.from_config.__func__(cls, config)
+    normalized = BlockNormalized._made_from.__func__(cls, config, None)
     take_over(optimizer, normalized)
     return normalized
 
 
 def _normalized_class(stock: type) -> type:
     if stock not in _NORMALIZED_CLASSES:
+        beside_root = issubclass(stock, EPSILON_BESIDE_ROOT)
         cls = type(
             f"{stock.__name__}NG",
-            (_Wrapped, stock),
+            (_Wrapped, *[_EpsilonBesideRoot] * beside_root, stock),
             {
                 "__doc__": f"`{stock.__name__}` on block-normalized gradients.",
                 "__module__": __name__,

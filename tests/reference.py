@@ -94,7 +94,11 @@ class RMSProp(Method):
 
 
 class AdaGradBNG(Method):
-    """Algorithm 2, line by line."""
+    """Algorithm 2, line by line.
+
+    L2 is not of the paper. It is part of the gradient after normalization, as in all
+    other methods; the raw gradient is that one at its own length, the norm of `g`.
+    """
 
     defaults = {"learning_rate": 0.01, "delta": 1e-8}
 
@@ -102,11 +106,10 @@ class AdaGradBNG(Method):
         g = normalize(gradients, self.weights, self.blocks, unit)
         for block in self.blocks:
             norm = block_norm([gradients[i] for i in block])
+            norm = norm if np.isfinite(norm) else 0.0
             for i in block:
-                # Not of the paper: L2 as part of both gradients.
-                decay = self.l2 * self.weights[i]
-                self.state[i][0] = self.state[i][0] + (g[i] + decay) ** 2
-                s = np.sqrt(self.state[i][0])
-                tau = self.learning_rate * norm / (self.delta + s)
-                step = tau * g[i] + self.learning_rate * decay / (self.delta + s)
-                self.weights[i] = self.weights[i] - step
+                direction = g[i] + self.l2 * self.weights[i]
+                self.state[i][0] = self.state[i][0] + direction**2
+                tau = self.learning_rate * norm
+                tau = tau / (self.delta + np.sqrt(self.state[i][0]))
+                self.weights[i] = self.weights[i] - tau * direction

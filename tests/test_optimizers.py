@@ -111,10 +111,25 @@ def test_adagrad_bng_steps_along_the_raw_gradient_and_accumulates_the_normalized
     np.testing.assert_allclose(arrays([w])[0], [-30 / 1.6, -40 / 1.8], rtol=1e-6)
 
 
-def test_adagrad_bng_l2_does_not_explode_where_a_gradient_is_zero():
+def test_adagrad_bng_l2_is_part_of_one_gradient_at_two_lengths():
+    """A weight without a gradient decays as fast as one with a gradient moves."""
     w = variable([1.0, 1.0], "a/w")
     AdagradBNG(learning_rate=0.1, l2=0.01).apply(tensors([[3.0, 0.0]]), [w])
-    np.testing.assert_allclose(arrays([w])[0][1], 0.9, rtol=1e-5)
+    # Normalized (1.01, 0.01), raw 3 times that; divided by the root: 3 and 3.
+    np.testing.assert_allclose(arrays([w])[0], [0.7, 0.7], rtol=1e-5)
+
+
+@pytest.mark.parametrize("l2", [None, 1e-4, 1e-3, 1e-2, 0.1])
+def test_adagrad_bng_moves_no_weight_further_than_the_rate_times_the_norm(rng, l2):
+    """Also where `l2 * w` cancels the normalized gradient, and `delta` is left."""
+    w = variable(rng.uniform(-0.07, 0.07, (1000, 100)).astype("float32"), "a/w")
+    optimizer = AdagradBNG(1e-3, l2=l2)
+    for _ in range(5):
+        before = np.float64(arrays([w])[0])
+        gradient = rng.normal(size=before.shape)
+        optimizer.apply(tensors([gradient]), [w])
+        moved = np.abs(arrays([w])[0] - before).max()
+        assert moved <= 1e-3 * reference.block_norm([gradient]) * 1.001
 
 
 def test_adagrad_bng_takes_no_rule_and_needs_a_positive_delta():
