@@ -187,3 +187,33 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
             inner for part in optimizer.optimizers for inner in inner_optimizers(part)
         ]
     return [optimizer]
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Those that may update a model: its own, then those among its attributes.
+
+    Each once, without what wraps it, as `inner_optimizers` gives them.
+    """
+    found: dict[int, Any] = {}
+    for held in held_optimizers(model):
+        for inner in inner_optimizers(held):
+            found.setdefault(id(inner), inner)
+    return list(found.values())
+
+
+def held_optimizers(model: Any) -> list[Any]:
+    """Optimizers as a model holds them, also in its lists and dicts."""
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), value)
+        elif isinstance(value, (list, tuple, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            for part in list(value.values() if isinstance(value, dict) else value):
+                look(part)
+
+    look(getattr(model, "optimizer", None))
+    look(list(vars(model).values()))
+    return list(found.values())
