@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 BlockSpec: TypeAlias = (
     str | Callable[[Any], str | None] | Sequence[tuple[str, str | None]]
 )
+# A block's name, and what tells it apart from others of that name.
+Key: TypeAlias = tuple[str, int | str]
 
 NAMED_SPECS = ("layer", "variable", "model")
 ALLOWED = (
@@ -26,27 +29,40 @@ class Block(NamedTuple):
 
 
 class Blocks(tuple):
-    """A tuple of `Block`s that remembers where in the list their variables stood."""
+    """A tuple of `Block`s that remembers where in the list their variables stood.
+
+    `positions` has every place of a variable that was listed more than once; `total`
+    is how long that list was.
+    """
 
     positions: tuple[tuple[int, ...], ...]
-    count: int
+    total: int
 
     def __new__(
         cls,
         blocks: Sequence[Block],
         positions: Sequence[Sequence[int]],
-        count: int,
+        total: int,
     ) -> Blocks:
         self = super().__new__(cls, blocks)
         self.positions = tuple(tuple(p) for p in positions)
-        self.count = count
+        self.total = total
         return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """For `copy` and `pickle`."""
+        return tuple(self), self.positions, self.total
 
 
 def path_of(variable: Any) -> str:
     """The variable's path; for a `tf.Variable`, which has none, its name."""
     path = getattr(variable, "path", None)
     return path if path is not None else variable.name.split(":")[0]
+
+
+def paths_of(variables: Sequence[Any]) -> list[str]:
+    """The path of each variable, by which `partition` finds its layer."""
+    return [path_of(variable) for variable in variables]
 
 
 def check_spec(blocks: BlockSpec) -> BlockSpec:
@@ -115,65 +131,63 @@ def partition(variables: Sequence[Any], blocks: BlockSpec = "layer") -> Blocks:
         ['net/a', 'net/b']
     """
     name_of = _naming(variables, check_spec(blocks))
-    members: dict[Any, list[int]] = {}
-    seen = set()
+    key_of: dict[int, Key | None] = {}
+    members: dict[Key, list[Any]] = {}
+    positions: dict[Key, list[int]] = {}
     for position, variable in enumerate(variables):
-        # A tied variable listed twice stays where it was; Keras overwrites
-        # float8 scales with their gradient, so they take no step.
-        if id(variable) in seen or getattr(variable, "overwrite_with_gradient", False):
+        # Keras overwrites float8 scales with their gradient: they take no step.
+        if getattr(variable, "overwrite_with_gradient", False):
             continue
-        seen.add(id(variable))
-        key = name_of(variable)
-        if key is not None:
-            members.setdefault(key, []).append(position)
+        is_new = id(variable) not in key_of  # and not a tied one, listed twice
+        if is_new:
+            key_of[id(variable)] = name_of(variable)
+        key = key_of[id(variable)]
+        if key is None:
+            continue
+        positions.setdefault(key, []).append(position)
+        if is_new:
+            members.setdefault(key, []).append(variable)
     return Blocks(
         [
-            Block(name, tuple(variables[i] for i in positions))
-            for name, positions in zip(_unique_names(members), members.values())
+            Block(name, tuple(group))
+            for name, group in zip(_unique_names(members), members.values())
         ],
-        list(members.values()),
+        list(positions.values()),
         len(variables),
     )
 
 
-def _naming(variables: Sequence[Any], blocks: BlockSpec) -> Callable[[Any], Any]:
-    """Returns the function `variable -> key`; equal keys are one block, None is none.
-
-    A key is a pair (name, count); count tells apart layers that share a path.
-    """
+def _naming(variables: Sequence[Any], blocks: BlockSpec) -> Callable[[Any], Key | None]:
+    """Returns the function `variable -> key`; equal keys are one block, None none."""
     if blocks == "model":
         return lambda variable: ("model", 0)
-    if blocks == "layer":
-        return _by_layer()
-    if blocks == "variable":
-        seen: dict[str, int] = {}
-
-        def by_variable(variable: Any) -> tuple[str, int]:
-            path = path_of(variable)
-            seen[path] = seen.get(path, -1) + 1
-            return path, seen[path]
-
-        return by_variable
     if callable(blocks):
-        return lambda variable: _checked_name(blocks, variable)
-    _warn_of_idle_patterns(variables, blocks)
-    by_layer = _by_layer()
-
-    def by_pattern(variable: Any) -> tuple[str, int | str] | None:
-        for pattern, name in blocks:
-            if re.search(pattern, path_of(variable)):
-                # "pattern" keeps a chosen name apart from a layer of that name.
-                return None if name is None else (name, "pattern")
-        return by_layer(variable)
-
-    return by_pattern
+        return functools.partial(_checked_name, blocks)
+    paths = paths_of(variables)
+    path_by_id = dict(zip(map(id, variables), paths))
+    by_path: Callable[[str], Key | None]
+    if isinstance(blocks, str):
+        by_path = _by_variable() if blocks == "variable" else _by_layer()
+    else:
+        _warn_of_idle_patterns(paths, blocks)
+        by_path = _by_pattern(blocks)
+    return lambda variable: by_path(path_by_id[id(variable)])
 
 
-def _by_layer() -> Callable[[Any], tuple[str, int]]:
+def _by_variable() -> Callable[[str], Key]:
+    seen: dict[str, int] = {}
+
+    def key(path: str) -> Key:
+        seen[path] = seen.get(path, -1) + 1
+        return path, seen[path]
+
+    return key
+
+
+def _by_layer() -> Callable[[str], Key]:
     current: dict[str, tuple[int, set[str]]] = {}
 
-    def key(variable: Any) -> tuple[str, int]:
-        path = path_of(variable)
+    def key(path: str) -> Key:
         layer = path.rpartition("/")[0] or path
         count, paths = current.get(layer, (0, set()))
         if path in paths:
@@ -185,9 +199,22 @@ def _by_layer() -> Callable[[Any], tuple[str, int]]:
     return key
 
 
-def _checked_name(
-    blocks: Callable[[Any], Any], variable: Any
-) -> tuple[str, int] | None:
+def _by_pattern(
+    patterns: Sequence[tuple[str, str | None]],
+) -> Callable[[str], Key | None]:
+    by_layer = _by_layer()
+
+    def key(path: str) -> Key | None:
+        for pattern, name in patterns:
+            if re.search(pattern, path):
+                # "pattern" keeps a chosen name apart from a layer of that name.
+                return None if name is None else (name, "pattern")
+        return by_layer(path)
+
+    return key
+
+
+def _checked_name(blocks: Callable[[Any], Any], variable: Any) -> Key | None:
     name = blocks(variable)
     if name is None:
         return None
@@ -201,9 +228,8 @@ def _checked_name(
 
 
 def _warn_of_idle_patterns(
-    variables: Sequence[Any], patterns: Sequence[tuple[str, str | None]]
+    paths: Sequence[str], patterns: Sequence[tuple[str, str | None]]
 ) -> None:
-    paths = [path_of(variable) for variable in variables]
     for pattern, _ in patterns:
         if not any(re.search(pattern, path) for path in paths):
             warnings.warn(
@@ -213,7 +239,7 @@ def _warn_of_idle_patterns(
             )
 
 
-def _unique_names(keys: Sequence[tuple[str, Any]]) -> list[str]:
+def _unique_names(keys: Iterable[Key]) -> list[str]:
     names: list[str] = []
     taken: set[str] = set()
     for name, _ in keys:

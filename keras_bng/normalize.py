@@ -48,8 +48,9 @@ def normalize(
         rule: `"unit"`, `"adaptive"`, `"clip"`, a rule object, a callable, or None.
 
     Returns:
-        The list of scaled gradients, in the same order and dtypes. Zero stays zero; a
-        block with a NaN or Inf in it comes back as zero.
+        The list of scaled gradients, in the same order and dtypes; integers become
+        floats, of their weight's dtype. Zero stays zero; a block with a NaN or Inf in
+        it comes back as zero.
 
     Examples:
         >>> import keras, keras_bng
@@ -79,11 +80,13 @@ def normalize(
 
 def _members(weights: Sequence[Any], blocks: Sequence[Block]) -> list[list[int]]:
     """Where each block's weights stand: found by identity, else (values) by order."""
-    where = {id(weight): i for i, weight in enumerate(weights)}
-    members = [[where[id(v)] for v in b.variables if id(v) in where] for b in blocks]
+    where: dict[int, list[int]] = {}
+    for i, weight in enumerate(weights):
+        where.setdefault(id(weight), []).append(i)  # tied ones may be listed twice
+    members = [[i for v in b.variables for i in where.get(id(v), ())] for b in blocks]
     if any(members):
         return members
-    if isinstance(blocks, Blocks) and len(weights) == blocks.count:
+    if isinstance(blocks, Blocks) and len(weights) == blocks.total:
         return [list(positions) for positions in blocks.positions]
     raise ValueError(
         "The weights are neither the variables that `blocks` was made from nor their "
@@ -102,6 +105,8 @@ def block_factors(
     """The factor of each block, with blocks given by position in `gradients`."""
     raw = [_with_shape(_as_tensor(g), w) for g, w in zip(gradients, weights)]
     members = [[i for i in block if raw[i] is not None] for block in members]
+    for i in (i for block in members for i in block):
+        raw[i] = _as_float(raw[i], weights[i], i)
     dtype = _norm_dtype(raw)
     entries = [None if g is None else values_of(g) for g in raw]
     gradient_norm = block_norms(entries, members, dtype)
@@ -202,9 +207,10 @@ def fold(
         factors = ops.unstack(factor, factor.shape[0])
         return [times(g, factors[block]) for g, block in zip(gradients, owners)]
 
-    gradients = graph_if(
-        folds, lambda _, gradients: gradients, scaled, found.factor, list(gradients)
-    )
+    def untouched(factor: Any, gradients: Any) -> list[Any]:
+        return gradients
+
+    gradients = graph_if(folds, untouched, scaled, found.factor, list(gradients))
     rates = ops.unstack(ops.where(folds, rates, rate), rates.shape[0])
     return [(g, rates[block]) for g, block in zip(gradients, owners)]
 
@@ -269,6 +275,26 @@ def _as_tensor(gradient: Any) -> Any:
     return with_values(
         gradient, values, ops.where(left_over, ops.max(indices, initial=0), first)
     )
+
+
+def _as_float(gradient: Any, weight: Any, position: int) -> Any:
+    """Integers become floats, as in Keras's own updates; complex ones are refused."""
+    dtype = keras.backend.standardize_dtype(gradient.dtype)
+    if "float" in dtype:
+        return gradient
+    if "complex" in dtype:
+        name = getattr(weight, "path", None) or getattr(weight, "name", None)
+        raise TypeError(
+            "The gradient of a weight in a block must be real: floats or integers. "
+            f"Received: a gradient of dtype {dtype} for the weight "
+            f"{name or position}. Make the real and the imaginary part two real "
+            "variables, or leave the weight out of all blocks."
+        )
+    target = keras.backend.standardize_dtype(weight.dtype)
+    target = target if "float" in target else "float32"
+    if is_sparse(gradient):
+        return with_values(gradient, ops.cast(gradient.values, target))
+    return ops.cast(gradient, target)
 
 
 def _norm_dtype(tensors: Sequence[Any]) -> str:

@@ -3,6 +3,7 @@
 Squares of 1e-25 are 0 in float32, and squares of 1e25 are infinite. TensorFlow adds
 them up in float64 where XLA compiles the step. Elsewhere that would cost a copy: sums
 are in float32, and only if one is out of range are they taken again, with more care.
+So it is in float64 itself, whose squares end at 1e-154 and 1e154.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ def block_norms(
 ) -> Any:
     """A vector with the norm of each block, `members` being positions in `tensors`.
 
-    Without `any_size`, what float32 cannot square counts as 0, or as infinite.
+    Without `any_size`, what `dtype` cannot square counts as 0, or as infinite.
     """
     rows = _Rows(tensors, members)
     if not rows.owner.size:
         return ops.zeros((len(members),), dtype=dtype)
-    if keras.backend.backend() == "tensorflow":
+    if keras.backend.backend() == "tensorflow" and dtype != "float64":
         return _tensorflow_norms(rows, dtype, any_size)
-    return _norms_without_float64(rows, dtype, any_size)
+    return _scaled_norms(rows, dtype, any_size)
 
 
 class _Rows:
@@ -63,9 +64,20 @@ class _Rows:
         order = [i for group in alike.values() for i in group] + alone
         self.owner = np.array([owner[i] for i in order], "int32")
 
-    def by_block(self, parts: list[Any], combine: Any = ops.segment_sum) -> Any:
-        """From a vector for each stack, then one for all singles, to one a block."""
-        return combine(ops.concatenate(parts), self.owner, num_segments=len(self.sizes))
+    def by_block(self, parts: list[Any], largest: bool = False) -> Any:
+        """From a vector for each stack, then one for all singles, to one a block.
+
+        An entry is the sum of what is in the block, or the largest, if none is below 0.
+        """
+        vector, count = ops.concatenate(parts), len(self.sizes)
+        if keras.backend.backend() == "torch":
+            import torch  # because `ops.segment_sum` of float64 is float32 there
+
+            owner = torch.as_tensor(self.owner, dtype=torch.int64, device=vector.device)
+            how = "amax" if largest else "sum"
+            return vector.new_zeros(count).scatter_reduce(0, owner, vector, how)
+        combine = ops.segment_max if largest else ops.segment_sum
+        return combine(vector, self.owner, num_segments=count)
 
     def in_range(self, sums_of_squares: Any) -> Any:
         """Whether no square in these sums, one a block, has over- or underflowed."""
@@ -101,7 +113,7 @@ def _tensorflow_norms(rows: _Rows, dtype: str, any_size: bool) -> Any:
     def careful(stacks: list[Any], singles: list[Any]) -> Any:
         return tf.cast(tf.sqrt(squares("float64", stacks, singles)), dtype)
 
-    if under_xla() or dtype == "float64":
+    if under_xla():
         return careful(rows.stacks, rows.singles)
     sums = squares(dtype, rows.stacks, rows.singles)
     if not any_size:
@@ -190,10 +202,10 @@ def under_xla() -> bool:
     )
 
 
-# JAX and torch, where there may be no float64.
+# Where nothing wider can be had: JAX, torch, and float64.
 
 
-def _norms_without_float64(rows: _Rows, dtype: str, any_size: bool) -> Any:
+def _scaled_norms(rows: _Rows, dtype: str, any_size: bool) -> Any:
     stacks = [ops.cast(x, dtype) for x in rows.stacks]
     singles = [ops.cast(x, dtype) for x in rows.singles]
 
@@ -208,11 +220,11 @@ def _norms_without_float64(rows: _Rows, dtype: str, any_size: bool) -> Any:
         parts = [ops.max(ops.abs(x), axis=1) for x in stacks]
         if singles:
             parts.append(ops.stack([ops.max(ops.abs(x)) for x in singles]))
-        largest = rows.by_block(parts, ops.segment_max)
+        largest = rows.by_block(parts, largest=True)
         usable = ops.logical_and(ops.isfinite(largest), largest >= tiny(dtype))
         scale = ops.where(usable, largest, ops.ones_like(largest))
         by_row = ops.take(scale, rows.owner)
-        ends = np.cumsum([len(x) for x in stacks] + [1] * len(singles))
+        ends = np.cumsum([x.shape[0] for x in stacks] + [1] * len(singles))
         *scales, _ = ops.split(by_row, ends)
         scaled = [x / ops.reshape(s, (-1, 1)) for x, s in zip(stacks, scales)]
         alone = [x / s[0] for x, s in zip(singles, scales[len(stacks) :])]

@@ -1,5 +1,7 @@
 """`partition`: which variables belong together."""
 
+import copy
+import pickle
 import warnings
 
 import keras
@@ -89,7 +91,38 @@ def test_a_repeated_path_starts_a_new_block_that_later_variables_join():
 
 def test_one_variable_listed_twice_counts_once():
     tied = Fake("embedding/embeddings")
-    assert [b.variables for b in partition([tied, tied])] == [(tied,)]
+    blocks = partition([tied, tied])
+    assert [b.variables for b in blocks] == [(tied,)]
+    assert blocks.positions == ((0, 1),), "its other gradient belongs to it, too"
+
+
+@pytest.mark.parametrize("blocks", ["layer", "variable", "model", lambda v: v.path])
+def test_the_positions_of_one_listed_twice_are_all_there(blocks):
+    tied, other = fakes("a/w", "b/w")
+    result = partition([tied, other, tied, Fake("a/b")], blocks)
+    assert sorted(i for p in result.positions for i in p) == [0, 1, 2, 3]
+    (first,) = (p for p in result.positions if 0 in p)
+    assert 2 in first
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        copy.copy,
+        copy.deepcopy,
+        *(
+            lambda blocks, n=n: pickle.loads(pickle.dumps(blocks, n))
+            for n in range(pickle.HIGHEST_PROTOCOL + 1)
+        ),
+    ],
+)
+def test_blocks_can_be_copied_and_pickled(again):
+    tied, other = fakes("a/w", "b/w")
+    blocks = partition([tied, other, tied])
+    result = again(blocks)
+    assert type(result) is type(blocks) and isinstance(result[0], Block)
+    assert result.positions == ((0, 2), (1,)) and result.total == 3
+    assert [b.name for b in result] == ["a", "b"] and paths(result) == paths(blocks)
 
 
 def test_blocks_variable_and_model():

@@ -31,6 +31,19 @@ def normalized(gradient, dtype="float32", rule="unit"):
     return arrays(normalize(tensors([gradient], dtype), [w], partition([w]), rule))[0]
 
 
+@pytest.fixture
+def float64():
+    """JAX has it only when asked for."""
+    if keras.backend.backend() != "jax":
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
 @pytest.mark.parametrize("rule, twin", RULES)
 def test_equals_the_numpy_reference(rng, rule, twin):
     variables = some_variables(rng)
@@ -85,14 +98,12 @@ def test_float16_gradients_so_small_that_the_factor_overflows_float16():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_the_dtype_stays(rng, dtype):
-    if dtype == "float64" and keras.backend.backend() == "jax":
-        pytest.skip("JAX has float64 only when asked for at its start")
+def test_the_dtype_stays(float64, dtype):
     w = variable(np.ones(3, "float32"), "a/w")
-    g = ops.cast(ops.array([1.0, 2.0, 2.0]), dtype)
+    g = ops.cast(ops.array([1.0, 2.0, 3.0]), dtype)
     (result,) = normalize([g], [w], partition([w]))
     assert keras.backend.standardize_dtype(result.dtype) == dtype
-    expected = [1 / 3, 2 / 3, 2 / 3]
+    expected = np.array([1.0, 2.0, 3.0]) / 14**0.5
     tolerance = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 1e-6, "float64": 1e-15}
     result = arrays([ops.cast(result, "float64")])[0]
     np.testing.assert_allclose(result, expected, rtol=tolerance[dtype])
@@ -188,6 +199,106 @@ def test_blocks_made_by_hand_and_a_subset_of_the_variables_work(rng):
     )
     last = normalize(gradients[2:], variables[2:], partition(variables))
     assert abs(norm(last[0]) - 1) < 1e-6 and abs(norm(last[1]) - 1) < 1e-6
+
+
+@pytest.mark.parametrize("blocks", ["layer", "variable", "model"])
+@pytest.mark.parametrize("given", ["variables", "values"])
+def test_both_gradients_of_a_variable_listed_twice_are_in_its_block(blocks, given):
+    tied, other = variable([1.0, 1.0], "a/w"), variable([1.0], "b/w")
+    listed = [tied, other, tied]
+    weights = listed
+    if given == "values":
+        weights = [ops.convert_to_tensor(v) for v in listed]
+    g = tensors([[3.0, 0.0], [5.0], [0.0, 4.0]])
+    result = arrays(normalize(g, weights, partition(listed, blocks)))
+    length = 50**0.5 if blocks == "model" else 5.0
+    for ours, theirs in zip(result, arrays(g)):
+        np.testing.assert_allclose(ours, theirs / length, rtol=1e-6)
+
+
+def test_a_variable_listed_twice_and_left_out_keeps_both_gradients():
+    tied = variable([1.0], "a/w")
+    listed = [tied, variable([1.0], "b/w"), tied]
+    blocks = partition(listed, [("^a", None)])
+    result = arrays(normalize(tensors([[3.0], [5.0], [4.0]]), listed, blocks))
+    assert [float(x[0]) for x in result] == [3, 1, 4]
+
+
+def complex_gradient():
+    pair = tensors([[3.0, 0.0], [4.0, 1.0]])
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.complex(*pair)
+    if keras.backend.backend() == "torch":
+        import torch
+
+        return torch.complex(*pair)
+    return pair[0] + 1j * pair[1]
+
+
+def test_a_complex_gradient_in_a_block_is_an_error():
+    w = [variable([1.0, 1.0], "a/w"), variable([1.0], "b/w")]
+    g = [complex_gradient(), *tensors([[2.0]])]
+    message = r"must be real.*Received: .*complex64.* a/w\. .*two real variables"
+    with pytest.raises(TypeError, match=message):
+        normalize(g, w, partition(w))
+    values = [ops.convert_to_tensor(np.ones(v.shape)) for v in w]
+    with pytest.raises(TypeError, match=r"complex64 for the weight 0\."):
+        normalize(g, values, partition(w))
+
+
+def test_a_complex_gradient_in_no_block_or_without_a_rule_passes():
+    w = [variable([1.0, 1.0], "a/w"), variable([1.0], "b/w")]
+    g = [complex_gradient(), *tensors([[2.0]])]
+    left_out = partition(w, [("^a", None)])
+    result = arrays(normalize(g, w, left_out))
+    assert result[0].tolist() == [3 + 4j, 1j] and result[1] == 1
+    assert arrays(normalize(g, w, partition(w), None))[0].tolist() == [3 + 4j, 1j]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_integer_gradients_are_taken_as_numbers_of_the_weights_dtype(dtype):
+    w = [variable([1.0, 1.0], "a/w", dtype="float16"), variable([1.0], "b/w")]
+    given = np.array([1, 1] if dtype == "bool" else [3, 4], dtype)
+    left_out = partition(w, [("^b", None)])
+    result = normalize([given, np.array([7], dtype)], w, left_out)
+    expected = [0.5**0.5] * 2 if dtype == "bool" else [0.6, 0.8]
+    np.testing.assert_allclose(arrays(result)[0], expected, rtol=1e-3)
+    kept = [keras.backend.standardize_dtype(r.dtype) for r in result]
+    assert kept == ["float16", dtype]
+
+
+def test_an_optimizer_takes_integer_gradients_as_stock_keras_does():
+    w = variable([0.0, 0.0], "a/w")
+    optimizer = keras_bng.SGDNG(1.0, momentum=0.0)
+    optimizer.apply([ops.convert_to_tensor(np.array([3, 4], "int32"))], [w])
+    np.testing.assert_allclose(arrays([w])[0], [-0.6, -0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1.0, 1e160, 1e300])
+@pytest.mark.parametrize("size", [2, 5000])
+def test_float64_gradients_of_every_size_come_out_with_norm_one(float64, scale, size):
+    g = ops.convert_to_tensor(np.full(size, scale / size**0.5), "float64")
+    w = variable(np.ones(size), "a/w", dtype="float64")
+    (result,) = arrays(normalize([g], [w], partition([w])))
+    np.testing.assert_allclose(result, 1 / size**0.5, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-160, 1e160])
+def test_float64_weights_of_every_size_under_adaptive(float64, scale):
+    w = variable(np.full(9, scale), "a/w", dtype="float64")
+    g = ops.convert_to_tensor(np.eye(9)[0], "float64")
+    (result,) = arrays(normalize([g], [w], partition([w]), Adaptive(0.5)))
+    np.testing.assert_allclose(result[0], 1.5 * scale, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-160, 1e160])
+def test_an_optimizer_moves_float64_weights_by_the_learning_rate(float64, scale):
+    w = variable(np.zeros(4), "a/w", dtype="float64")
+    optimizer = keras_bng.SGDNG(0.5, momentum=0.0)
+    optimizer.apply([ops.convert_to_tensor(np.full(4, scale), "float64")], [w])
+    np.testing.assert_allclose(arrays([w])[0], -0.25, rtol=1e-12)
 
 
 def test_weights_that_cannot_be_matched_are_an_error(rng):

@@ -1,6 +1,7 @@
 """Norms of small, large and odd tensors, in every way that TensorFlow runs a step."""
 
 import importlib
+import logging
 import re
 
 import keras
@@ -87,6 +88,85 @@ def test_large_variables_in_float64(rng, mode):
     optimizer.build([w])
     call(mode, lambda g: optimizer.apply([g], [w]), tf.constant(g))
     np.testing.assert_allclose(w.numpy(), -0.1 * g / block_norm([g]), rtol=1e-6)
+
+
+FLOAT64_SHAPES = [(), (7,), (4097,), (70_000,)]  # stacked or alone, folded or not
+
+
+@MODES
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e-3, 1e160, 1e300])
+def test_float64_of_every_size_comes_out_with_norm_one(rng, mode, scale):
+    w = [
+        variable(np.ones(s), f"{i}/w", dtype="float64")
+        for i, s in enumerate(FLOAT64_SHAPES)
+    ]
+    g = [rng.normal(size=s) for s in FLOAT64_SHAPES]
+    expected = [x / block_norm([x]) for x in g]
+    g = tensors([x * scale for x in expected], "float64")
+    blocks = keras_bng.partition(w)
+    result = call(mode, lambda *g: keras_bng.normalize(g, w, blocks), *g)
+    for ours, theirs in zip(result, expected):
+        np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-12)
+
+
+@MODES
+def test_a_float64_block_of_all_magnitudes(rng, mode):
+    w = [variable(np.ones(5), f"a/{i}", dtype="float64") for i in range(3)]
+    g = tensors([np.full(5, x) for x in (3e170, 4e170, 1e-170)], "float64")
+    blocks = keras_bng.partition(w)
+    result = call(mode, lambda *g: keras_bng.normalize(g, w, blocks), *g)
+    for x, expected in zip(result, (0.6, 0.8, 0.0)):
+        np.testing.assert_allclose(x.numpy(), expected / 5**0.5, atol=1e-15)
+
+
+@MODES
+@pytest.mark.parametrize("scale", [1e-160, 1e160])
+@pytest.mark.parametrize("shape", [(5,), (70_000,)])
+def test_sgd_in_float64_of_every_size(mode, scale, shape):
+    w = variable(np.zeros(shape), "a/w", dtype="float64")
+    optimizer = keras_bng.SGDNG(0.5, momentum=0.0)
+    optimizer.build([w])
+    g = tf.fill(shape, tf.constant(-scale, tf.float64))
+    call(mode, lambda g: optimizer.apply([g], [w]), g)
+    np.testing.assert_allclose(w.numpy(), 0.5 / shape[0] ** 0.5, rtol=1e-12)
+
+
+@MODES
+@pytest.mark.parametrize("scale", [1e-160, 1e160])
+def test_float64_weights_of_every_size_under_adaptive(mode, scale):
+    w = variable(np.full(9, scale), "a/w", dtype="float64")
+    blocks, rule = keras_bng.partition([w]), keras_bng.Adaptive(0.5)
+    g = tf.one_hot(0, 9, dtype=tf.float64)
+    (result,) = call(mode, lambda g: keras_bng.normalize([g], [w], blocks, rule), g)
+    np.testing.assert_allclose(result.numpy()[0], 1.5 * scale, rtol=1e-12)
+
+
+@MODES
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_float64_block_that_is_not_finite_comes_back_as_zero(mode, bad):
+    w = [variable(np.ones(2), f"{n}/w", dtype="float64") for n in "ab"]
+    g = tensors([[1.0, bad], [0.0, 1e-200]], "float64")
+    blocks = keras_bng.partition(w)
+    result = call(mode, lambda *g: keras_bng.normalize(g, w, blocks), *g)
+    assert [x.numpy().tolist() for x in result] == [[0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+@pytest.mark.parametrize("cls", [keras_bng.SGDNG, keras_bng.AdamNG])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_tracing_logs_nothing(mode, cls, dtype):
+    seen = []
+    handler = logging.Handler()
+    handler.emit = seen.append
+    tf.get_logger().addHandler(handler)
+    try:
+        w = [variable(np.zeros(n), f"{n}/w", dtype=dtype) for n in (3, 70_000)]
+        optimizer = cls()
+        g = tensors([np.ones(v.shape) for v in w], dtype)
+        step_of(optimizer, w, jit_compile=mode == "xla").get_concrete_function(*g)
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert [record.getMessage() for record in seen] == []
 
 
 @MODES

@@ -102,6 +102,19 @@ def test_no_rows_at_all_is_a_zero_gradient():
     assert not tf.convert_to_tensor(result).numpy().any()
 
 
+@MODES
+def test_sparse_gradients_in_integers_and_in_float64(mode):
+    w = [variable(np.ones((4, 1)), "e/embeddings", dtype="float64")]
+    for values in (
+        tf.constant([[1], [4], [2]]),
+        tf.constant([[1.0], [4.0], [2.0]], tf.float64) * 1e-170,
+    ):
+        g = tf.IndexedSlices(values, tf.constant([2, 0, 2]), tf.constant([4, 1]))
+        (result,) = call(mode, lambda g: normalize([g], w, partition(w)), g)
+        expected = [[0.8], [0.0], [0.6], [0.0]]
+        np.testing.assert_allclose(tf.convert_to_tensor(result), expected, rtol=1e-12)
+
+
 @EVERY_OPTIMIZER
 @MODES
 def test_a_sparse_step_equals_the_dense_one(rng, make, mode):
