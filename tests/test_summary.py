@@ -325,6 +325,8 @@ def test_a_layer_that_was_frozen_later_is_not_shown(rng):
     model.layers[0].trainable = False
     text = summary(model)
     assert "1 blocks, 4 trainable parameters" in text and "first" not in text
+    model.trainable = False
+    assert "0 blocks, 0 trainable parameters" in summary(model)
 
 
 def test_looking_changes_nothing():

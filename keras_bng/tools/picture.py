@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import math
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,20 +14,54 @@ if TYPE_CHECKING:
     from keras_bng.tools.monitor import BlockMonitor
 
 PANELS = (
-    ("gradient_norm", "log10 of the gradient's norm"),
-    ("relative_step", "log10 of the relative step |Δw| / |w|"),
+    ("gradient_norm", "norm of the gradient"),
+    ("relative_step", "relative step: |update| / |weights|"),
 )
-DECADES = 6  # that colours span at least, so that what is even looks even
+DECADES = 6  # that colours of gradients span at least, so that what is even looks even
+STEPS = 1e-7, 1e-1  # that colours of relative steps span, always
+USUAL = 1e-4, 1e-2
+RUNS, RECORDS = 6, 1000  # that are drawn at most, of a monitor and of a run
+LINES = 60  # of text, that a panel is high at most
+NAME = 60  # characters, that are shown of a name at most: the last ones
+GREY, BELOW, ABOVE = "#dddddd", "#000000", "#e34a33"
+NOTE = "Grey: zero, not finite, or not updated. Black and red: beyond the scale."
+
+
+class Run(NamedTuple):
+    """What is drawn in one row of panels."""
+
+    title: str
+    blocks: Sequence[str]
+    history: dict[str, np.ndarray]
 
 
 def plot(monitors: dict[str, BlockMonitor], path: str | pathlib.Path) -> None:
     """Gradient norms and relative steps, a row a monitor, in the same colours.
 
-    Grey is zero or not finite.
+    If a monitor has several runs, each has a row: the last six of them. Grey is zero,
+    not finite or not updated.
     """
+    path = pathlib.Path(path)
+    picture = figure_of(monitors)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path, dpi=110)
+
+
+def png(monitors: dict[str, BlockMonitor]) -> bytes:
+    """The picture that `plot` draws, as the bytes of a PNG file."""
+    file = io.BytesIO()
+    figure_of(monitors).savefig(file, format="png", dpi=110)
+    return file.getvalue()
+
+
+def figure_of(monitors: dict[str, BlockMonitor]) -> Any:
+    """The picture as a figure of matplotlib."""
+    runs, notes = [], [NOTE]
     for title, monitor in monitors.items():
-        if not len(monitor.history["step"]):
-            raise ValueError(f"Nothing to plot: {title or 'it'} has no records yet.")
+        found = _runs(title, monitor)
+        runs += found[-RUNS:]
+        if len(found) > RUNS:
+            notes.append(f"{title or 'Shown'}: the last {RUNS} of {len(found)} runs.")
     try:
         import matplotlib
     except ImportError as error:
@@ -33,57 +69,107 @@ def plot(monitors: dict[str, BlockMonitor], path: str | pathlib.Path) -> None:
             "The plot needs matplotlib: `pip install matplotlib`."
         ) from error
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    heights = [0.17 * max(len(monitor.blocks), 8) for monitor in monitors.values()]
-    figure = Figure(figsize=(9, sum(heights) + 1.1 + 0.6 * len(heights)))
+    most = max(min(LINES, 2 * LINES // len(runs)), 8)
+    lines = [min(max(len(run.blocks), 8), most) for run in runs]
+    names = [_short_names(run.blocks) for run in runs]
+    width = 8 + 0.065 * max(len(name) for part in names for name in part)
+    figure = Figure(figsize=(width, 0.17 * sum(lines) + 1.3 + 0.5 * len(runs)))
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
-    axes = figure.subplots(
-        len(heights), 2, squeeze=False, gridspec_kw={"height_ratios": heights}
+    *axes, bars = figure.subplots(
+        len(runs) + 1, 2, squeeze=False, gridspec_kw={"height_ratios": [*lines, 1]}
     )
-    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#dddddd")
+    colours = matplotlib.colormaps["viridis"].with_extremes(
+        bad=GREY, under=BELOW, over=ABOVE
+    )
     for column, (name, label) in enumerate(PANELS):
-        logs = [_logarithms(monitor.history, name) for monitor in monitors.values()]
-        known = np.concatenate([part.compressed() for part in logs])
-        top = known.max(initial=-np.inf) if known.size else 0.0
-        bottom = min(known.min(initial=np.inf), top - DECADES)
-        for ax, monitor, part in zip(axes[:, column], monitors.values(), logs):
-            steps = monitor.history["step"]
-            gap = np.diff(steps).min() if len(steps) > 1 else 1
-            mesh = ax.pcolormesh(
-                np.append(steps, steps[-1] + gap),
-                np.arange(len(monitor.blocks) + 1) - 0.5,
+        values = [_positive(run.history, name) for run in runs]
+        scale = STEPS if name == "relative_step" else _whole_decades(values)
+        for row, run, part in zip(axes, runs, values):
+            steps = run.history["step"]
+            row[column].set_label(name)
+            mesh = row[column].pcolormesh(
+                np.append(steps, steps[-1] + max(steps[-1] - steps[-2:][0], 1)),
+                np.arange(len(run.blocks) + 1) - 0.5,
                 part.T,
                 cmap=colours,
-                vmin=bottom,
-                vmax=top,
+                norm=LogNorm(*scale),
             )
-            ax.set_ylim(len(monitor.blocks) - 0.5, -0.5)
-        axes[-1, column].set_xlabel("step")
+            row[column].set_ylim(len(run.blocks) - 0.5, -0.5)
+            row[column].set_yticks([])
+        axes[-1][column].set_xlabel("step")
         figure.colorbar(
-            mesh, ax=axes[:, column], label=label, location="bottom", pad=0.02
+            mesh,
+            cax=bars[column],
+            label=label,
+            orientation="horizontal",
+            extend="both" if name == "relative_step" else "neither",
+            format=lambda value, _: f"1e{round(math.log10(value))}",
         )
-    for row, (title, monitor) in zip(axes, monitors.items()):
-        every = -(-len(monitor.blocks) // 40)
-        names = _without_the_model(monitor.blocks)[::every]
-        row[0].set_yticks(range(0, len(monitor.blocks), every), names, fontsize=8)
-        row[1].set_yticks([])
-        row[0].set_title(title, loc="left")
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+        bars[column].minorticks_off()
+    _mark_the_usual(bars[1])
+    for (left, _), run, shown, height in zip(axes, runs, names, lines):
+        every = -(-len(shown) // height)
+        left.set_yticks(range(0, len(shown), every), shown[::every], fontsize=8)
+        left.set_title(run.title, loc="left")
+    figure.supxlabel(" ".join(notes), fontsize=8, x=0.01, ha="left")
+    return figure
 
 
-def _without_the_model(names: Sequence[str]) -> Sequence[str]:
+def _runs(title: str, monitor: BlockMonitor) -> list[Run]:
+    """The runs of a monitor, in each at most so many records, and the last one."""
+    history = monitor.history
+    if not len(history["step"]):
+        raise ValueError(f"Nothing to plot: {title or 'it'} has no records yet.")
+    number = history.get("run", np.zeros(len(history["step"]), int))
+    found = []
+    for run in np.unique(number):
+        (records,) = np.nonzero(number == run)
+        count = min(len(records), RECORDS)
+        kept = records[np.linspace(0, len(records) - 1, count).round().astype(int)]
+        found.append({name: values[kept] for name, values in history.items()})
+    titles = [title]
+    if len(found) > 1:
+        titles = [f"{title} run {i}".lstrip() for i in range(1, len(found) + 1)]
+    return [Run(name, monitor.blocks, part) for name, part in zip(titles, found)]
+
+
+def _mark_the_usual(bar: Any) -> None:
+    """A line above the colour bar, from where to where relative steps usually are."""
+    place = bar.get_xaxis_transform()
+    bar.plot(USUAL, (1.35, 1.35), color="black", lw=3, transform=place, clip_on=False)
+    bar.text(
+        math.sqrt(math.prod(USUAL)),
+        1.6,
+        "usual",
+        transform=place,
+        fontsize=8,
+        ha="center",
+        va="bottom",
+    )
+
+
+def _whole_decades(values: Sequence[np.ma.MaskedArray]) -> tuple[float, float]:
+    """From below the least to above the largest."""
+    known = np.concatenate([part.compressed() for part in values])
+    top = math.ceil(math.log10(known.max())) if known.size else 0
+    bottom = math.floor(math.log10(known.min())) if known.size else 0
+    return 10.0 ** min(bottom, top - DECADES), 10.0**top
+
+
+def _positive(history: dict[str, np.ndarray], name: str) -> np.ma.MaskedArray:
+    """What can be drawn: what is zero, not finite or was skipped is masked."""
+    values = np.where(history["skipped"] > 0, np.nan, history[name]).astype("float64")
+    return np.ma.masked_where(~(np.isfinite(values) & (values > 0)), values)
+
+
+def _short_names(names: Sequence[str]) -> Sequence[str]:
     """`model/dense` where all are in one model is `dense`."""
     parts = [name.partition("/") for name in names]
     one_model = len({first for first, _, _ in parts}) == 1
     short = [rest for _, _, rest in parts]
-    return short if one_model and all(short) else names
-
-
-def _logarithms(history: dict[str, np.ndarray], name: str) -> np.ma.MaskedArray:
-    values = np.where(history["skipped"] > 0, np.nan, history[name])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.ma.masked_invalid(np.log10(values))
+    chosen = short if one_model and all(short) else names
+    return [name if len(name) <= NAME else f"…{name[1 - NAME :]}" for name in chosen]
