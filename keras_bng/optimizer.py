@@ -630,13 +630,31 @@ def steps_of(optimizer: Any) -> Any:
 _WATCHES = itertools.count(1)
 
 
+@contextlib.contextmanager
+def hooked(optimizer: Any, hooks: dict[str, Any]) -> Iterator[None]:
+    """Meanwhile these are on an instance; functions get the original first."""
+    own = vars(optimizer)  # `setattr` would look for variables to track
+    hidden = {name: own[name] for name in hooks if name in own}
+    for name, hook in hooks.items():
+        if callable(hook):
+            hook = functools.partial(_unconverted(hook), getattr(optimizer, name))
+        own[name] = hook
+    try:
+        yield
+    finally:
+        for name in hooks:
+            del own[name]
+        own.update(hidden)  # of another one, entered before
+
+
 class Watch:
-    """While it is entered, every update of an optimizer that is built is looked at.
+    """While it is entered, every update of an optimizer is looked at.
 
     `see(factors)` is called within the update: `factors()` is what `block_factors`
     finds of `blocks`; an optimizer that normalizes has found it anyway. On every
     backend the gradients are those which the update gets, accumulated and summed over
-    replicas. `around()` is a context in which all of `apply` runs.
+    replicas. `around()` is a context in which all of `apply` runs, once the optimizer
+    is built; if it gives False, nothing is seen.
     """
 
     def __init__(
@@ -648,41 +666,64 @@ class Watch:
     ) -> None:
         self.optimizer, self.blocks = optimizer, blocks
         self.see, self.around = see, around
-        # A number among an optimizer's settings: its compiled steps are told apart.
-        self.hooks: dict[str, Any] = {"_watch": next(_WATCHES), "apply": self._apply}
-        self.hidden: list[dict[str, Any]] = []
-        if isinstance(optimizer, BlockNormalized) and optimizer.rule is not None:
+        self.number = next(_WATCHES)
+        self.entered: list[Any] = []
+        self.idle = False
+        self.hooks: dict[str, Any] = {"apply": self._apply}
+        if isinstance(optimizer, BlockNormalized):
+            self.hooks["_normalized"] = self._normalized
             self.hooks["_scaled"] = self._scaled
-            return
-        index_of = optimizer._get_variable_index
-        self.block_of = {
-            index_of(v): i for i, b in enumerate(blocks) for v in b.variables
-        }
-        if keras.backend.backend() == "tensorflow":
+        elif keras.backend.backend() == "tensorflow":
             self.hooks["_all_reduce_sum_gradients"] = self._all_reduce_sum_gradients
         else:
             self.hooks["_backend_update_step"] = self._backend_update_step
 
     def __enter__(self) -> None:
-        own = vars(self.optimizer)  # `setattr` would look for variables to track
-        self.hidden.append({name: own[name] for name in self.hooks if name in own})
-        for name, hook in self.hooks.items():
-            if callable(hook):
-                hook = functools.partial(hook, getattr(self.optimizer, name))
-            own[name] = hook
+        # A text among an optimizer's settings: its compiled steps are told apart.
+        watches = vars(self.optimizer).get("_watch", "/")
+        hooks = {**self.hooks, "_watch": f"{watches}{self.number}/"}
+        self.entered.append(hooked(self.optimizer, hooks))
+        self.entered[-1].__enter__()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self.entered.pop().__exit__(*error)
+
+    def _apply(
+        self, original: Any, grads: Any, trainable_variables: Any = None
+    ) -> None:
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not self.optimizer.built:  # as Keras would, further inside
+                with keras.name_scope(self.optimizer.name, caller=self.optimizer):
+                    self.optimizer.build(trainable_variables)
+        if len(grads) == 0 or not self.optimizer.built:
+            return original(grads, trainable_variables)
+        with self.around() as sees:
+            if sees is False:
+                with self._unseen():
+                    return original(grads, trainable_variables)
+            original(grads, trainable_variables)
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
         own = vars(self.optimizer)
-        for name in self.hooks:
-            del own[name]
-        own.update(self.hidden.pop())  # of another one, entered before
+        watches, self.idle = own["_watch"], True
+        own["_watch"] = watches.replace(f"/{self.number}/", "/")
+        if own["_watch"] == "/":  # the step that is compiled without a watch
+            del own["_watch"]
+        try:
+            yield
+        finally:
+            own["_watch"], self.idle = watches, False
 
-    def _apply(self, original: Any, *args: Any, **kwargs: Any) -> None:
-        with self.around():
-            original(*args, **kwargs)
+    def _normalized(self, original: Any, gradients: Any, variables: Any) -> Any:
+        if self.optimizer.rule is None:
+            self._look(gradients, variables)
+        return original(gradients, variables)
 
     def _scaled(self, original: Any, found: Any, owners: Any, variables: Any) -> Any:
-        self.see(lambda: found)
+        if not self.idle:
+            self.see(lambda: found)
         return original(found, owners, variables)
 
     def _all_reduce_sum_gradients(self, original: Any, grads_and_vars: Any) -> Any:
@@ -697,12 +738,20 @@ class Watch:
         original(grads, trainable_variables, rate)
 
     def _look(self, gradients: Any, variables: Any) -> None:
-        members: list[list[int]] = [[] for _ in self.blocks]
-        for i, variable in enumerate(variables):
-            block = self.block_of.get(self.optimizer._get_variable_index(variable))
-            if block is not None:
-                members[block].append(i)
-        self.see(lambda: block_factors(gradients, variables, members, _as_it_is))
+        if self.idle:
+            return
+        index_of = self.optimizer._get_variable_index
+        position = {index_of(v): i for i, v in enumerate(variables)}
+        members = [
+            [position[i] for i in map(index_of, block.variables) if i in position]
+            for block in self.blocks
+        ]
+
+        def as_they_are() -> Any:
+            found = block_factors(gradients, variables, members, _as_it_is)
+            return found._replace(factor=ops.ones_like(found.factor))
+
+        self.see(as_they_are)
 
 
 def _as_it_is(gradient_norm: Any, weight_norm: Any) -> Any:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import pathlib
-import socket
-import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,36 +13,53 @@ import numpy as np
 
 from keras_bng.blocks import BlockSpec, check_spec
 from keras_bng.optimizer import steps_of
-from keras_bng.tools.picture import plot
-from keras_bng.tools.watched import Watched, inner_optimizers
+from keras_bng.tools import files, picture
+from keras_bng.tools.records import Records
+from keras_bng.tools.watched import Group, Watched, held_optimizers
 
-VERSION = "brain.Event:2"  # that TensorBoard reads
-COLUMNS = ("gradient_norm", "weight_norm", "factor", "skipped", "relative_step")
+NOTHING_IN_FIT = (
+    "BlockMonitor recorded nothing in this `fit`. It sees `model.optimizer` and the "
+    "optimizers among the model's attributes. Is the one that trains held somewhere "
+    "else? Then put `with monitor.watch(optimizer):` around `fit`. Or does a loss "
+    "scale skip the updates?"
+)
+NOTHING_IN_WATCH = (
+    "BlockMonitor.watch recorded nothing of {}, although it made updates. A function "
+    "that was traced before cannot be seen: make it, or call it for the first time, "
+    "within the context."
+)
 
 
 class BlockMonitor(keras.callbacks.Callback):
     """Records what each block's gradient was and how far the block moved, in `fit`.
 
+    In a loop of one's own, `with monitor.watch(optimizer):` around it does the same.
+
     For our optimizers and, to see a vanishing gradient before switching, for any other
     Keras optimizer: its `factor` is 1. Works on every backend, compiled or not, on
     replicas, with accumulated gradients and with loss scaling. Steps that are recorded
     run in a training function of their own, which is traced when the first one comes;
-    all others run in the one that `fit` has without a monitor.
+    all others run in the one that `fit` has without a monitor. Optimizers that a model
+    holds beside `model.optimizer` are watched too, from their first update on. With
+    several JAX processes, only the first has records.
 
     Args:
         log_dir: Where `blocks.csv` grows, a line a block and record, and TensorBoard
-            finds its scalars. None keeps records in memory only.
+            finds its scalars and, at the end of each epoch, the picture of `plot`. None
+            keeps records in memory only.
         every: Records every so many updates.
         blocks: What makes a block where the optimizer has none of its own, as in
             `keras_bng.partition`.
         tensorboard: Whether TensorBoard's files are written to `log_dir` too.
 
     Attributes:
-        blocks: The names of the blocks.
-        history: Arrays by name: `step`, and with a column a block `gradient_norm`,
-            `weight_norm` (before the update), `factor`, `skipped` (1 where the gradient
-            was not finite), and `relative_step`, the length of the update divided by
-            the weights' norm.
+        blocks: The names of the blocks; of an optimizer that comes later, at the end.
+        history: Arrays by name: `step`, `run`, and with a column a block
+            `gradient_norm`, `weight_norm` (before the update), `factor`, `skipped` (1
+            where the gradient was not finite), and `relative_step`, the length of the
+            update divided by the weights' norm. `run` counts from 0: the next begins
+            where steps begin again, or with another optimizer. NaN is a block that was
+            not updated.
 
     Examples:
         >>> import keras, numpy as np
@@ -74,52 +88,81 @@ class BlockMonitor(keras.callbacks.Callback):
             raise ValueError(f"`every` must be an int from 1 on. Received: {every!r}")
         self.every = every
         self.log_dir = None if log_dir is None else pathlib.Path(log_dir)
-        self.blocks: list[str] = []
         self._spec = check_spec(blocks)
-        self._rows: list[tuple[int, np.ndarray]] = []
-        self._events = _Events(self.log_dir) if log_dir and tensorboard else None
-        self._file: Any = None
-        self._watched: list[Watched] = []
+        self._records = Records(self.log_dir, tensorboard)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What a copy begins anew."""
+        self._of_model: Any = None
+        self._group = Group([], self._watched_in_fit)
+        self._watched: dict[int, Watched] = {}
+        self._plain: Any = None
+        self._watching: Any = None
         self._traced_for: Any = None
+        self._stand_in = self._train_function  # the same object at each look
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings and records."""
+        names = "every", "log_dir", "_spec", "_records"
+        return {name: vars(self)[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        vars(self).update(state)
+        self._begin()
+
+    @property
+    def blocks(self) -> list[str]:
+        return self._records.blocks
 
     @property
     def history(self) -> dict[str, np.ndarray]:
-        steps = np.array([step for step, _ in self._rows], int)
-        shape = (len(self._rows), len(COLUMNS), len(self.blocks))
-        values = np.array([row for _, row in self._rows]).reshape(shape)
-        return {"step": steps, **{name: values[:, i] for i, name in enumerate(COLUMNS)}}
+        return self._records.history
+
+    # In `fit`.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        plain = self.model.train_function
-        if _monitor_of(plain) is self:  # left there by a `fit` that was interrupted
-            plain = self._plain
-        if self._traced_for != (plain, optimizer):
-            self._watch_anew(plain, optimizer)
-        self._due = False
-        self.model.train_function = self._train_function
-        self._steps = self._count_steps()
-        self._next = self._next_record()
-        if self.log_dir and self._file is None:
-            self._file = _csv_file(self.log_dir / "blocks.csv")
-            self._lines = [_csv_line(name) for name in self.blocks]
+        self._due = self._looks = False
+        self._recorded = self._missed = 0
+        self._put_in_place()
+        for part in self._group.parts:
+            part.last()  # of a `fit` that was interrupted
 
-    def _watch_anew(self, plain: Any, optimizer: Any) -> None:
-        watched = [
-            Watched(inner, self._spec, self.every, self.model)
-            for inner in inner_optimizers(optimizer)
-        ]
-        names = [block.name for part in watched for block in part.blocks]
-        if self._rows and names != self.blocks:
-            raise ValueError(
-                "A BlockMonitor stays with one model: its records are of the blocks "
-                f"{self.blocks}, and this model has {names}. Use a new BlockMonitor."
-            )
-        self.blocks, self._watched, self._plain = names, watched, plain
-        self._watching = _another_train_function(self.model)
-        self._traced_for = plain, optimizer
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._counted, self._steps, self._next = False, 0, 0
+
+    def _put_in_place(self) -> None:
+        """Stands in for the model's training function, which may be a new one."""
+        held = held_optimizers(self.model)
+        in_place = self._is_in_place()
+        plain = self._plain if in_place else self.model.train_function
+        if self._group.optimizers != held or self._of_model is not self.model:
+            self._group = Group(held, self._watched_in_fit)
+            self._traced_for = None
+        if plain is None:  # `compile` was called: Keras will say so
+            return
+        self._plain = plain
+        if self._traced_for is not _own_function(plain):
+            function = self.model.train_function
+            self._watching = _another_train_function(self.model)
+            self.model.train_function = function
+            self._traced_for = _own_function(plain)
+        if not in_place:
+            self.model.train_function = self._stand_in
+
+    def _watched_in_fit(self, optimizer: Any) -> Watched:
+        return Watched(optimizer, self._spec, self.every, self.model)
+
+    def _is_in_place(self) -> bool:
+        """Also behind other monitors."""
+        function = self.model.train_function
+        while function is not self._stand_in:
+            other = _monitor_of(function)
+            if other is None:
+                return False
+            function = other._plain
+        return True
 
     def _train_function(self, *args: Any) -> Any:
         """Stands in for the model's: watches the steps that are to be recorded."""
@@ -133,46 +176,140 @@ class BlockMonitor(keras.callbacks.Callback):
     def _watch(self) -> Iterator[None]:
         """Also for another monitor, whose turn it may be in the same step."""
         other = _monitor_of(self._plain)
-        with contextlib.ExitStack() as stack:
-            if other:
-                stack.enter_context(other._watch())
-            for part in self._watched:
-                stack.enter_context(part.watch)
+        with other._watch() if other else contextlib.nullcontext(), self._group.watch():
             yield
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.model.train_function is not self._stand_in and not self._is_in_place():
+            self._put_in_place()
         self._first = batch
-        self._due = self._records = self._steps >= self._next
+        self._due = self._looks = self._steps >= self._next
+        if self._due and not self._counted:  # now, after all that callbacks loaded
+            self._count()
+            self._due = self._looks = self._steps >= self._next
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._steps += batch - self._first + 1
-        if not self._records:
+        if not self._looks:
             return
-        seen = [part.last() for part in self._watched]
-        numbers = [number for number, _ in seen] or [-1]
-        step = max(numbers)
-        if min(numbers) < 0 or (self._rows and step <= self._rows[-1][0]):
-            self._steps = self._count_steps()  # a loss scale skipped the update
+        parts = [part for part in self._group.parts if part.applied and part.blocks]
+        found = [(part, *part.last()) for part in parts]
+        found = [(part, number, rows) for part, number, rows in found if number >= 0]
+        for part, _, _ in found:
+            part.updated = True
+        if found and all(part.updated for part in parts):
+            self._name([part for part, _, _ in found])
+            self._records.add(max(number for _, number, _ in found), found)
+            self._recorded += 1
+            self._next = self._next_record()
         else:
-            row = np.concatenate([rows for _, rows in seen], 1)
-            self._rows.append((step, row))
-            self._write(step, row)
-        self._next = self._next_record()
+            self._missed += 1
+            self._count()  # a loss scale skipped the update
+
+    def _name(self, parts: Sequence[Watched]) -> None:
+        """Finds the columns of those which are recorded for the first time."""
+        for part in parts:
+            if not part.columns:
+                new = self._records.name(part, self._group.parts)
+                if new and self._records.rows and self._of_model is not self.model:
+                    self.on_train_end()
+                    raise ValueError(
+                        "A BlockMonitor stays with one model: its records are of the "
+                        f"blocks {self.blocks[: -len(new)]}, and this model has "
+                        f"{part.names}. Use a new BlockMonitor."
+                    )
+        self._of_model = self.model
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._events:
-            self._events.flush()
+        self._records.draw()
 
     def on_train_end(self, logs: Any = None) -> None:
-        function = self._plain
-        while _monitor_of(function):
-            function = _monitor_of(function)._plain
-        self.model.train_function = function  # the next `fit` pays nothing
-        if self._file:
-            self._file.close()
-            self._file = None
-        if self._events:
-            self._events.flush()
+        if self._is_in_place():  # the next `fit` pays nothing
+            self.model.train_function = _own_function(self._plain)
+        self._records.close()
+        if not self._recorded and self._missed >= self.every:
+            warnings.warn(NOTHING_IN_FIT, stacklevel=2)
+
+    def _count(self) -> None:
+        """Steps so far, of the first optimizer that has made any."""
+        _sync(self.model)
+        self._counted, self._steps, self._accumulation = True, 0, 1
+        for part in self._group.parts:
+            steps = int(steps_of(part.optimizer).numpy())
+            if steps or part is self._group.parts[0]:
+                self._steps, self._accumulation = steps, part.accumulation
+            if steps:
+                break
+        self._next = self._next_record()
+
+    def _next_record(self) -> int:
+        """The number of steps from which on the next execution has one to record."""
+        each = self._accumulation
+        update = -(-(self._steps // each) // self.every) * self.every
+        # The execution in which the last step of this update is.
+        return (update + 1) * each - self.model.steps_per_execution
+
+    # In loops of one's own.
+
+    @contextlib.contextmanager
+    def watch(self, *optimizers: Any) -> Iterator[BlockMonitor]:
+        """Records what these optimizers apply within: a context for one's own loops.
+
+        Called eagerly, in a `tf.function`, by `stateless_apply` in a `jax.jit`, or with
+        torch. A function that is compiled is seen if it is traced within the context,
+        which XLA on TensorFlow does not allow. Updates of several optimizers that have
+        the same number are one record.
+
+        Args:
+            optimizers: Keras optimizers, built or not, ours or others.
+
+        Examples:
+            >>> import keras
+            >>> from keras_bng import SGDNG
+            >>> optimizer, w = SGDNG(0.1), keras.Variable([3.0, 4.0], name="w")
+            >>> monitor = BlockMonitor(every=2)
+            >>> with monitor.watch(optimizer):
+            ...     for _ in range(4):
+            ...         optimizer.apply([w.value], [w])
+            >>> monitor.history["step"].tolist()
+            [0, 2]
+        """
+        if not optimizers:
+            raise ValueError("`watch` takes one optimizer or several. Received none.")
+        for optimizer in optimizers:
+            if not isinstance(optimizer, keras.optimizers.Optimizer):
+                raise TypeError(
+                    f"`watch` takes Keras optimizers. Received: {optimizer!r}"
+                )
+        group = Group(optimizers, self._watched_in_loops)
+        before = [(o, _steps(o), len(self._records.rows)) for o in optimizers]
+        try:
+            with group.watch():
+                yield self
+                _wait()
+        finally:
+            self._records.draw()
+            self._records.close()
+        for optimizer, steps, rows in before:
+            each = optimizer.gradient_accumulation_steps or 1
+            if (
+                len(self._records.rows) == rows
+                and _steps(optimizer) - steps >= each * self.every
+            ):
+                warnings.warn(NOTHING_IN_WATCH.format(optimizer.name), stacklevel=3)
+
+    def _watched_in_loops(self, optimizer: Any) -> Watched:
+        """The same each time, for the sake of what was traced for it."""
+        if id(optimizer) not in self._watched:
+            made = Watched(optimizer, self._spec, self.every, deliver=self._deliver)
+            self._watched[id(optimizer)] = made
+        return self._watched[id(optimizer)]
+
+    def _deliver(self, part: Watched, number: int, rows: np.ndarray) -> None:
+        if not part.columns:
+            now = [other for other in self._watched.values() if other.watch.entered]
+            self._records.name(part, [*self._group.parts, *now])
+        self._records.add(number, [(part, number, rows)])
 
     def plot(self, path: str | pathlib.Path, title: str = "") -> None:
         """A picture: blocks from input to output, steps from left to right.
@@ -180,49 +317,15 @@ class BlockMonitor(keras.callbacks.Callback):
         For several monitors below each other, in the same colours, there is
         `keras_bng.tools.picture.plot`.
         """
-        plot({title: self}, path)
+        picture.plot({title: self}, path)
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> BlockMonitor:
         """A monitor with the records of a `blocks.csv`, to look at or to plot."""
         monitor = cls()
-        steps: dict[int, dict[str, list[float]]] = {}
-        with open(path, newline="") as file:
-            for line in csv.DictReader(file):
-                if None in line.values() or line["relative_step"] == "":
-                    continue  # the last line of a killed process
-                row = [float(line[name]) for name in COLUMNS]
-                steps.setdefault(int(line["step"]), {})[line["block"]] = row
-        if not steps:
-            raise ValueError(f"{path} has no records.")
-        monitor.blocks = list(next(iter(steps.values())))
-        for step, rows in steps.items():
-            if list(rows) == monitor.blocks:
-                monitor._rows.append((step, np.array(list(rows.values())).T))
+        found = monitor._records
+        found.blocks, found.runs, found.rows = files.read(path)
         return monitor
-
-    def _next_record(self) -> int:
-        """The number of steps from which on the next execution has one to record."""
-        each = self._watched[0].accumulation if self._watched else 1
-        update = -(-(self._steps // each) // self.every) * self.every
-        # The execution in which the last step of this update is.
-        return (update + 1) * each - self.model.steps_per_execution
-
-    def _count_steps(self) -> int:
-        if not self._watched:
-            return 0
-        _sync(self.model)
-        return int(steps_of(self._watched[0].optimizer).numpy())
-
-    def _write(self, step: int, row: np.ndarray) -> None:
-        if self._file:
-            self._file.writelines(
-                line % (step, *values)
-                for line, values in zip(self._lines, row.T.tolist())
-            )
-            self._file.flush()  # so that a kill costs no record
-        if self._events:
-            self._events.add(step, self.blocks, row)
 
 
 def _monitor_of(train_function: Any) -> BlockMonitor | None:
@@ -231,16 +334,24 @@ def _monitor_of(train_function: Any) -> BlockMonitor | None:
     return found if isinstance(found, BlockMonitor) else None
 
 
+def _own_function(train_function: Any) -> Any:
+    """The model's, behind the monitors that stand in for it."""
+    monitor = _monitor_of(train_function)
+    return _own_function(monitor._plain) if monitor else train_function
+
+
 def _another_train_function(model: keras.Model) -> Any:
     """Like the model's own, and traced apart from it."""
     own, train_step = "train_step" in vars(model), model.train_step
     # JAX would take two functions that call one `train_step` for the same.
     model.train_step = lambda *args, **kwargs: train_step(*args, **kwargs)
-    model.make_train_function(force=True)
-    if own:
-        model.train_step = train_step
-    else:
-        del model.train_step
+    try:
+        model.make_train_function(force=True)
+    finally:
+        if own:
+            model.train_step = train_step
+        else:
+            del model.train_step
     return model.train_function
 
 
@@ -250,63 +361,13 @@ def _sync(model: keras.Model) -> None:
         model.jax_state_sync()
 
 
-def _csv_file(path: pathlib.Path) -> Any:
-    """Opened to append to; what is left of a half-written line is cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        with open(path, "r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-    file = open(path, "a", newline="")  # noqa: SIM115
-    if file.tell() == 0:
-        csv.writer(file).writerow(["step", "block", *COLUMNS])
-        file.flush()
-    return file
+def _wait() -> None:
+    """For records that are on their way."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.effects_barrier()
 
 
-def _csv_line(block: str) -> str:
-    """To be filled in with `%`, which takes a third of the time of a `csv.writer`."""
-    name = io.StringIO()
-    csv.writer(name, lineterminator="").writerow([block])
-    values = ",".join(["%.9g"] * len(COLUMNS))  # of float32, these digits are all
-    return f"%d,{name.getvalue().replace('%', '%%')},{values}\r\n"
-
-
-class _Events:
-    """TensorBoard's scalars, all of a step in one summary."""
-
-    def __init__(self, log_dir: pathlib.Path) -> None:
-        self.event: Any = None
-        if keras.backend.backend() == "tensorflow":
-            import tensorflow as tf
-
-            # A file of events is one of records, which are written faster like this.
-            log_dir.mkdir(parents=True, exist_ok=True)
-            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-            file = tf.io.TFRecordWriter(str(log_dir / name))
-            self.new_event, self.flush = tf.compat.v1.Event, file.flush
-            self.write = lambda event: file.write(event.SerializeToString())
-            self.write(self.new_event(wall_time=time.time(), file_version=VERSION))
-            return
-        try:
-            from tensorboard.compat.proto import event_pb2
-            from tensorboard.summary.writer import event_file_writer
-        except ImportError as error:
-            raise ImportError(
-                "BlockMonitor writes to `log_dir` for TensorBoard, which is not "
-                "installed: `pip install tensorboard`. For `blocks.csv` alone, use "
-                "BlockMonitor(log_dir, tensorboard=False)."
-            ) from error
-        writer = event_file_writer.EventFileWriter(str(log_dir))
-        self.new_event, self.flush = event_pb2.Event, writer.flush
-        self.write = writer.add_event
-
-    def add(self, step: int, blocks: Sequence[str], row: np.ndarray) -> None:
-        if self.event is None:
-            self.event = self.new_event()
-            for name in COLUMNS:
-                for block in blocks:
-                    self.event.summary.value.add(tag=f"{name}/{block}")
-        self.event.step, self.event.wall_time = step, time.time()
-        for scalar, value in zip(self.event.summary.value, row.ravel().tolist()):
-            scalar.simple_value = value
-        self.write(self.event)
+def _steps(optimizer: Any) -> int:
+    return int(steps_of(optimizer).numpy())

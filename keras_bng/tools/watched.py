@@ -4,61 +4,93 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 from keras import ops
 
-from keras_bng.blocks import BlockSpec, partition
+from keras_bng.blocks import Block, BlockSpec, partition
 from keras_bng.normalize import values_of
-from keras_bng.norms import block_norms
-from keras_bng.optimizer import BlockNormalized, Watch, steps_of, variables_of
+from keras_bng.norms import block_norms, under_xla
+from keras_bng.optimizer import BlockNormalized, Watch, hooked, steps_of, variables_of
+
+NOT_IN_XLA = (
+    "BlockMonitor.watch cannot see into a function that XLA compiles. Leave "
+    "`jit_compile=True` out of this tf.function while you watch it, or train with "
+    "`model.fit(..., callbacks=[monitor])`, which can."
+)
 
 
 class Watched:
-    """One optimizer, whose updates leave what they found where `last` can read it."""
+    """One optimizer, of whose updates those that are due are looked at.
+
+    What was found is left where `last` reads it; with `deliver` it goes there at once.
+    """
 
     def __init__(
-        self, optimizer: Any, spec: BlockSpec, every: int, model: keras.Model
+        self,
+        optimizer: Any,
+        spec: BlockSpec,
+        every: int,
+        model: Any = None,
+        deliver: Callable[[Watched, int, np.ndarray], None] | None = None,
     ) -> None:
-        self.optimizer = optimizer
-        self.every = every
+        self.optimizer, self.spec, self.every = optimizer, spec, every
+        self.deliver = deliver
         self.accumulation = optimizer.gradient_accumulation_steps or 1
-        # Else a watched training function makes updates that are not due, too.
-        self.always = model.steps_per_execution == 1 and self.accumulation == 1
-        ours = isinstance(optimizer, BlockNormalized)
-        self.normalizes = ours and optimizer.rule is not None
-        self.blocks = (
-            optimizer.blocks if ours else partition(variables_of(optimizer), spec)
-        )
+        # In `fit`, only the training function of steps that are due is watched.
+        only_due = model.steps_per_execution == 1 if model else every == 1
+        self.always = only_due and self.accumulation == 1
+        self.applied = False  # so far, as those of a model that do nothing
+        self.updated = False
+        self.blocks: tuple[Block, ...] | None = None
+        self.names: list[str] = []
+        self.columns: list[int] = []  # in the monitor's rows
         self.found: tuple[int, Any] = (-1, None)
         self.gradient_rows: Any = None
         self.record: Any = None
-        if keras.backend.backend() == "tensorflow":
-            with model.distribute_strategy.scope():
-                self.gradient_rows, self.record = (
-                    keras.Variable(
-                        np.full((rows, len(self.blocks)), -1),
-                        trainable=False,
-                        dtype=dtype,
-                        aggregation="only_first_replica",
-                    )
-                    for rows, dtype in ((3, "float32"), (6, "float64"))
+        self.watch = Watch(optimizer, (), self.see, self.around)
+        self.strategy = getattr(optimizer, "_distribution_strategy", None)
+        self.strategy = getattr(model, "distribute_strategy", self.strategy)
+        if optimizer.built:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """When the optimizer is built, which may be within a trace."""
+        if self.blocks is not None:
+            return
+        ours = isinstance(self.optimizer, BlockNormalized)
+        self.blocks = self.watch.blocks = (
+            self.optimizer.blocks
+            if ours
+            else partition(variables_of(self.optimizer), self.spec)
+        )
+        if keras.backend.backend() != "tensorflow":
+            return
+        import tensorflow as tf
+
+        with tf.init_scope(), self.strategy.scope():
+            self.gradient_rows, self.record = (
+                keras.Variable(
+                    np.full((rows, len(self.blocks)), -1),
+                    trainable=False,
+                    dtype=dtype,
+                    aggregation="only_first_replica",
                 )
-            self.read = _reader(self.record)
-        self.watch = Watch(optimizer, self.blocks, self.see, self.around)
+                for rows, dtype in ((3, "float32"), (6, "float64"))
+            )
+            self.read, self.forget = _reader(self.record)
 
     def see(self, factors: Callable[[], Any]) -> None:
         """Within an update: norms of gradients, factors and what was skipped."""
 
         def rows() -> Any:
             found = factors()
-            norm = ops.cast(found.gradient_norm, "float32")
-            factor = found.factor if self.normalizes else ops.ones_like(norm)
-            skipped = ops.cast(ops.logical_not(found.kept), "float32")
-            return ops.stack([norm, ops.cast(factor, "float32"), skipped])
+            norm, factor, kept = found.gradient_norm, found.factor, found.kept
+            three = norm, factor, ops.logical_not(kept)
+            return ops.stack([ops.cast(x, "float32") for x in three])
 
         if self.record is None:
             self.gradient_rows = rows()
@@ -66,22 +98,29 @@ class Watched:
             self.assign(self.gradient_rows, self.is_due(), rows)
 
     @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
+    def around(self) -> Iterator[bool]:
         """Around an update: norms of weights, and of the way that they went."""
+        self.prepare()
+        self.applied = True
         number, due = self.number(), self.is_due()
+        if due is False:
+            yield False
+            return
+        if self.deliver and self.record is not None and under_xla():
+            raise RuntimeError(NOT_IN_XLA)
         before = self.weights()
         if keras.backend.backend() == "torch":  # it updates weights in their place
             before = [ops.copy(weight) for weight in before]
         if self.record is None:
             self.gradient_rows = None
-        yield
+        yield True
         if self.gradient_rows is None:  # gradients were accumulated, and no more
             return
 
         def rows() -> Any:
             moved = [after - then for after, then in zip(self.weights(), before)]
             norms = block_norms([*before, *moved], self.members(), "float32", False)
-            norm, moved = ops.unstack(ops.reshape(norms, (2, len(self.blocks))))
+            norm, moved = ops.unstack(ops.reshape(norms, (2, -1)))
             relative = moved / ops.where(norm > 0, norm, ops.ones_like(norm))
             gradient_norm, *others = ops.unstack(self.gradient_rows, 3)
             return ops.stack([gradient_norm, norm, *others, relative])
@@ -91,21 +130,22 @@ class Watched:
             line = ops.broadcast_to(ops.cast(number, "float64"), found[:1].shape)
             return ops.concatenate([found, line])
 
-        if self.record is None:
-            self.send(number, due, rows())
+        if self.record is None or self.deliver:
+            self.send(number, due, rows)
         else:
             self.assign(self.record, due, numbered_rows)
 
     def weights(self) -> list[Any]:
         return [
             ops.cast(values_of(v), "float32")
-            for block in self.blocks
+            for block in self.blocks or ()
             for v in block.variables
         ]
 
     def members(self) -> list[list[int]]:
         """Positions in the weights of all blocks, then in what comes after them."""
-        ends = np.cumsum([0, *(len(block.variables) for block in self.blocks)])
+        sizes = [len(block.variables) for block in self.blocks or ()]
+        ends = np.cumsum([0, *sizes])
         return [
             list(range(first + start, first + end))
             for first in (0, int(ends[-1]))
@@ -120,17 +160,25 @@ class Watched:
             kept = ops.convert_to_tensor(record)
             record.assign(ops.cond(due, rows, lambda: ops.copy(kept)))
 
-    def send(self, number: Any, due: Any, rows: Any) -> None:
-        """JAX and torch."""
-        if keras.backend.backend() == "jax" and _is_traced(number):
+    def send(self, number: Any, due: Any, rows: Callable[[], Any]) -> None:
+        """JAX, torch, and TensorFlow in a loop of one's own."""
+        if keras.backend.backend() == "tensorflow":
+            import tensorflow as tf
+
+            if tf.distribute.has_strategy():  # all replicas have found the same
+                replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+                due = tf.logical_and(due, tf.equal(replica, 0))
+            if not tf.executing_eagerly():
+                return _send_from_a_graph(self.receive, number, due, rows)
+        elif keras.backend.backend() == "jax" and _is_traced(number):
             import jax
 
             def send() -> None:
-                jax.debug.callback(self.receive, number, rows)
+                jax.debug.callback(self.receive, number, rows())
 
-            send() if due is True else jax.lax.cond(due, send, lambda: None)
-        elif due:
-            self.receive(number, rows)
+            return send() if due is True else jax.lax.cond(due, send, lambda: None)
+        if due:
+            self.receive(number, rows())
 
     def number(self) -> Any:
         """Of the update that is being made; the first is 0."""
@@ -141,48 +189,136 @@ class Watched:
         if self.always:
             return True
         steps = ops.convert_to_tensor(steps_of(self.optimizer)) + 1
-        return ops.logical_and(
+        due = ops.logical_and(
             ops.equal(steps % self.accumulation, 0),
             ops.equal(self.number() % self.every, 0),
         )
+        return bool(due) if _is_known(due) else due
 
     def receive(self, number: Any, rows: Any) -> None:
-        self.found = int(number), ops.convert_to_numpy(rows)
+        found = int(number), ops.convert_to_numpy(rows)
+        if not self.deliver:
+            self.found = found
+        elif self.watch.entered:  # else it comes from a function that was traced then
+            self.deliver(self, *found)
 
     def last(self) -> tuple[int, np.ndarray]:
-        """The number of the last update that was seen, and its rows."""
+        """The number of an update seen since the last call, or -1, and its rows."""
+        if not self.blocks:
+            return -1, np.empty(0)
         if self.record is not None:
             rows = self.read()
-            return int(rows[-1, 0]) if self.blocks else -1, rows[:-1]
+            number = int(rows[-1, 0])
+            if number >= 0:
+                self.forget()
+            return number, rows[:-1]
         if keras.backend.backend() == "jax":
             import jax
 
             jax.effects_barrier()
-        return self.found
+        found, self.found = self.found, (-1, None)
+        return found
 
 
-def _reader(variable: Any) -> Callable[[], np.ndarray]:
-    """Reads a TensorFlow variable, in a quarter of the time of `variable.numpy`."""
+def _reader(variable: Any) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
+    """Reads a TensorFlow variable, in a quarter of the time of `variable.numpy`; and
+    sets it to -1."""
     import tensorflow as tf
 
     value = getattr(variable.value, "values", [variable.value])[0]  # of replicas
-    read = tf.raw_ops.ReadVariableOp
-    return lambda: read(resource=value.handle, dtype=value.dtype).numpy()
+    empty = tf.fill(value.shape, tf.constant(-1, value.dtype))
+    read, assign = tf.raw_ops.ReadVariableOp, tf.raw_ops.AssignVariableOp
+    return (
+        lambda: read(resource=value.handle, dtype=value.dtype).numpy(),
+        lambda: assign(resource=value.handle, value=empty),
+    )
+
+
+def _send_from_a_graph(
+    receive: Callable[[Any, Any], None], number: Any, due: Any, rows: Callable[[], Any]
+) -> None:
+    import tensorflow as tf
+
+    def received(*found: Any) -> np.ndarray:
+        receive(*found)
+        return np.int64(0)
+
+    def send() -> Any:
+        return tf.numpy_function(received, [number, rows()], tf.int64)
+
+    tf.cond(due, send, lambda: tf.constant(0, tf.int64))
+
+
+def _is_known(x: Any) -> bool:
+    """Whether a tensor has its value now, and the same for all replicas."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.executing_eagerly() and not tf.distribute.has_strategy()
+    return not _is_traced(x)
 
 
 def _is_traced(x: Any) -> bool:
+    if keras.backend.backend() != "jax":
+        return False
     import jax
 
     return isinstance(x, jax.core.Tracer)
+
+
+class Group:
+    """Optimizers that are watched together: `parts`, as far as they are known."""
+
+    def __init__(
+        self, optimizers: Sequence[Any], make: Callable[[Any], Watched]
+    ) -> None:
+        self.optimizers, self.make = list(optimizers), make
+        self.parts: list[Watched] = []
+        self._find_parts()
+
+    def _find_parts(self) -> list[Watched]:
+        known = {id(part.optimizer) for part in self.parts}
+        found = {id(o): o for held in self.optimizers for o in inner_optimizers(held)}
+        new = [self.make(o) for key, o in found.items() if key not in known]
+        self.parts += new
+        return new
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+
+            def enter(parts: Sequence[Watched]) -> None:
+                for part in parts:
+                    if not part.watch.entered:  # by a context around this one
+                        stack.enter_context(part.watch)
+
+            def build(original: Any, variables: Any) -> None:
+                original(variables)
+                enter(self._find_parts())
+
+            for optimizer in map(_multi_in, self.optimizers):
+                if optimizer is not None and not optimizer.built:
+                    stack.enter_context(hooked(optimizer, {"build": build}))
+            enter(self.parts)
+            yield
+
+
+def _multi_in(optimizer: Any) -> Any:
+    """A `MultiOptimizer`, which may learn its parts as late as in `build`."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return _multi_in(optimizer.inner_optimizer)
+    return optimizer if isinstance(optimizer, MULTI) else None
+
+
+# Before Keras 3.13 there is none.
+MULTI: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Those that do the updates."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return inner_optimizers(optimizer.inner_optimizer)
-    if hasattr(keras.optimizers, "MultiOptimizer") and isinstance(
-        optimizer, keras.optimizers.MultiOptimizer
-    ):
+    if isinstance(optimizer, MULTI):
         return [
             inner for part in optimizer.optimizers for inner in inner_optimizers(part)
         ]
