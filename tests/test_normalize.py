@@ -83,6 +83,15 @@ def test_one_extreme_block_does_not_change_the_others(rng):
             np.testing.assert_allclose(result[i], usual[i], rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype, scale", [("float32", 1e-30), ("float64", 1e-200)])
+def test_a_zero_block_beside_an_extreme_one_is_not_dropped(float64, dtype, scale):
+    w = [variable(np.zeros(2), f"{n}/w", dtype=dtype) for n in "ab"]
+    optimizer = keras_bng.SGDNG(1.0, momentum=0.0)
+    optimizer.apply(tensors([[0.0, 0.0], [0.0, scale]], dtype), w)
+    assert [x.tolist() for x in arrays(w)] == [[0, 0], [0, -1]]
+    assert int(optimizer.skipped_blocks.numpy()) == 0
+
+
 def test_float16_gradients_whose_squares_overflow_come_out_with_norm_one(rng):
     result = normalized(rng.normal(size=(40, 10)) * 3e3, "float16")
     assert result.dtype == np.float16
