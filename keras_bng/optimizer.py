@@ -748,15 +748,16 @@ class Watch:
         ]
 
         def as_they_are() -> Any:
-            found = block_factors(gradients, variables, members, _as_it_is)
+            found = block_factors(gradients, variables, members, _AsItIs())
             return found._replace(factor=ops.ones_like(found.factor))
 
         self.see(as_they_are)
 
 
-def _as_it_is(gradient_norm: Any, weight_norm: Any) -> Any:
-    """A rule that changes nothing."""
-    return ops.ones_like(gradient_norm)
+class _AsItIs(rules.Rule):
+    """Changes nothing."""
 
+    uses_weights = False
 
-_as_it_is.uses_weights = False
+    def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
+        return ops.ones_like(gradient_norm)

@@ -315,10 +315,18 @@ class _Wrapped(BlockNormalized):
         config = self.stock_class.get_config(self)
         config["learning_rate"] = live_learning_rate(self)
         stock = self.stock_class.from_config(config)
-        return {
-            "optimizer": keras.saving.serialize_keras_object(stock),
-            **self._block_config(),
-        }
+        saved = keras.saving.serialize_keras_object(stock)
+        if self.stock_class.__module__.startswith("keras."):
+            # Not Keras's class for torch, which other backends do not have.
+            names = {
+                cls: name
+                for name, cls in vars(keras.optimizers).items()
+                if isinstance(cls, type)
+            }
+            name = next(names[c] for c in self.stock_class.__mro__ if c in names)
+            saved |= {"module": "keras.optimizers", "class_name": name}
+            saved["registered_name"] = None
+        return {"optimizer": saved, **self._block_config()}
 
     @classmethod
     def _made_from(cls, config: dict[str, Any], custom_objects: Any) -> Any:
@@ -328,9 +336,13 @@ class _Wrapped(BlockNormalized):
         return block_normalized(optimizer, **config)
 
     def __reduce__(self) -> Any:
-        """Keras's way, by name of a class that other processes have, too."""
         load, arguments = super().__reduce__()
-        return getattr(self.stock_class, load.__name__), arguments
+        return _unpickled, (self.stock_class, load.__name__, *arguments)
+
+
+def _unpickled(stock_class: type, load: str, *arguments: Any) -> Any:
+    """By Keras, in a process that has imported us and not made the class yet."""
+    return getattr(stock_class, load)(*arguments)
 
 
 def block_normalized(

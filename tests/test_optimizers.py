@@ -218,6 +218,45 @@ def test_bad_arguments_say_what_was_received(options, error, message):
             make(**options)
 
 
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("rule", "adaptiv", ValueError, "Unknown `rule`.*Received: rule='adaptiv'"),
+        ("rule", 3, TypeError, "`rule` has the wrong type"),
+        ("rule", Adaptive, TypeError, "must be an instance"),
+        ("l2", -5, ValueError, "`l2` must be .* 0 or more. Received: l2=-5"),
+        ("l2", "x", TypeError, "`l2` must be a number.*Received: l2='x'"),
+        ("jit_compile", "yes", ValueError, "Received: jit_compile='yes'"),
+    ],
+)
+def test_what_is_assigned_is_checked_as_in_the_constructor(
+    rng, name, value, error, message, built
+):
+    for make in OPTIMIZERS.values():
+        optimizer = make()
+        if built:
+            optimizer.build(some_variables(rng))
+        expected = error, message
+        if name == "rule" and isinstance(optimizer, AdagradBNG):
+            expected = TypeError, "takes no `rule`"
+        before = getattr(optimizer, name)
+        with pytest.raises(expected[0], match=expected[1]):
+            setattr(optimizer, name, value)
+        assert getattr(optimizer, name) == before
+
+
+def test_a_rule_that_is_assigned_to_a_built_optimizer_must_return_a_number_a_block(rng):
+    optimizer = SGDNG()
+    optimizer.build(some_variables(rng))
+    with pytest.raises(TypeError, match="one number a block"):
+        optimizer.rule = lambda gradient_norm, weight_norm: 1.0
+    optimizer.rule = "clip"
+    assert optimizer.rule == Clip()
+    with pytest.raises(ValueError, match="`delta` must be a finite number above 0"):
+        AdagradBNG().delta = 0.0
+
+
 def test_l2_reaches_left_out_variables_but_not_a_dropped_block():
     w = [variable([1.0], p) for p in ("a/k", "b/k", "c/k")]
     optimizer = SGDNG(
