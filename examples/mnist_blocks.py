@@ -25,7 +25,7 @@ import mnist_mlp
 import report
 
 from keras_bng import BlockMonitor
-from keras_bng.tools import monitor
+from keras_bng.tools import picture
 
 DEPTH = 18
 EVERY = 10
@@ -86,7 +86,7 @@ def main(arguments: Any = None) -> dict[str, BlockMonitor]:
         for algorithm in options.algorithms or ("Adam", "AdamNG")
     }
     path = options.out / "mnist_blocks.png"
-    monitor.plot(monitors, path)
+    picture.plot(monitors, path)
     print(f"\n{norms_table(monitors)}\n\n{digits.label}; epochs {epochs}, seed 0.")
     print(f"\nFigure: {path}")
     return monitors

@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 import math
 import pathlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from keras_bng.tools.monitor import BlockMonitor
 
 PANELS = (
     ("gradient_norm", "norm of the gradient"),
@@ -27,6 +24,16 @@ GREY, BELOW, ABOVE = "#dddddd", "#000000", "#e34a33"
 NOTE = "Grey: zero, not finite, or not updated. Black and red: beyond the scale."
 
 
+class Recorded(Protocol):
+    """What a picture needs of a `BlockMonitor`."""
+
+    @property
+    def blocks(self) -> Sequence[str]: ...
+
+    @property
+    def history(self) -> dict[str, np.ndarray]: ...
+
+
 class Run(NamedTuple):
     """What is drawn in one row of panels."""
 
@@ -35,7 +42,7 @@ class Run(NamedTuple):
     history: dict[str, np.ndarray]
 
 
-def plot(monitors: dict[str, BlockMonitor], path: str | pathlib.Path) -> None:
+def plot(monitors: Mapping[str, Recorded], path: str | pathlib.Path) -> None:
     """Gradient norms and relative steps, a row a monitor, in the same colours.
 
     If a monitor has several runs, each has a row: the last six of them. Grey is zero,
@@ -47,14 +54,14 @@ def plot(monitors: dict[str, BlockMonitor], path: str | pathlib.Path) -> None:
     picture.savefig(path, dpi=110)
 
 
-def png(monitors: dict[str, BlockMonitor]) -> bytes:
+def png(monitors: Mapping[str, Recorded]) -> bytes:
     """The picture that `plot` draws, as the bytes of a PNG file."""
     file = io.BytesIO()
     figure_of(monitors).savefig(file, format="png", dpi=110)
     return file.getvalue()
 
 
-def figure_of(monitors: dict[str, BlockMonitor]) -> Any:
+def figure_of(monitors: Mapping[str, Recorded]) -> Any:
     """The picture as a figure of matplotlib."""
     runs, notes = [], [NOTE]
     for title, monitor in monitors.items():
@@ -119,7 +126,7 @@ def figure_of(monitors: dict[str, BlockMonitor]) -> Any:
     return figure
 
 
-def _runs(title: str, monitor: BlockMonitor) -> list[Run]:
+def _runs(title: str, monitor: Recorded) -> list[Run]:
     """The runs of a monitor, in each at most so many records, and the last one."""
     history = monitor.history
     if not len(history["step"]):
