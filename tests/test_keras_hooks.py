@@ -9,7 +9,7 @@ from helpers import arrays, some_gradients, some_variables, tensors, variable
 
 import keras_bng
 from keras_bng import SGDNG
-from keras_bng.optimizer import Watch, steps_of, variables_of
+from keras_bng.optimizer import Watch, backend_class, steps_of, variables_of
 
 SGD = keras.optimizers.SGD
 
@@ -62,7 +62,7 @@ def test_the_hooks_exist_with_the_arguments_that_we_pass():
     ]
     assert arguments("_get_variable_index") == ["self", "variable"]
     assert arguments("apply")[1:] == ["grads", "trainable_variables"]
-    assert arguments("_check_variables_are_known") == ["self", "variables"]
+    assert arguments("_backend_apply_gradients")[1:] == ["grads", "trainable_variables"]
     assert arguments("load_own_variables") == ["self", "store"]
     if keras.backend.backend() == "tensorflow":
         assert arguments("_all_reduce_sum_gradients") == ["self", "grads_and_vars"]
@@ -80,6 +80,19 @@ def test_the_private_attributes_hold_what_we_read(rng):
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     names = [n for n in vars(optimizer) if n.startswith("_exclude_from_weight_decay")]
     assert len(names) >= 2
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "Lion", "Lamb"])
+def test_the_class_that_keras_makes_is_decided_before_there_is_a_variable(name):
+    stock = getattr(keras.optimizers, name)
+    assert backend_class(stock) is type(stock())
+
+
+def test_a_tensor_in_the_place_of_the_learning_rate_is_the_learning_rate():
+    optimizer = SGD(keras.optimizers.schedules.CosineDecay(0.1, 10))
+    rate = keras.ops.array(0.25)
+    vars(optimizer)["_learning_rate"] = rate
+    assert optimizer.learning_rate is rate
 
 
 def test_our_hook_is_called_once_a_step_and_sees_every_gradient(rng):
