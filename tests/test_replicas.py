@@ -346,3 +346,25 @@ def test_two_workers_on_loopback_equal_one_process(tmp_path):
     for a, b, c in zip(first, second, alone):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_allclose(a, c, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the scope", "outside of it"])
+def test_a_skip_is_counted_once_wherever_the_optimizer_was_built(inside):
+    strategy = two_replicas()
+    with strategy.scope():
+        w = keras.Variable([0.0, 0.0])
+    with strategy.scope() if inside else contextlib.nullcontext():
+        optimizer = SGDNG(0.1, momentum=0.0)
+        optimizer.build([w])
+
+    @tf.function
+    def step(values):
+        strategy.run(lambda g: optimizer.apply([g], [w]), (values,))
+
+    for count in (1, 2):
+        step(
+            strategy.experimental_distribute_values_from_function(
+                lambda c: tf.constant([1.0, [1.0, np.nan][c.replica_id_in_sync_group]])
+            )
+        )
+        assert int(optimizer.skipped_blocks.numpy()) == count
