@@ -216,6 +216,15 @@ def test_what_is_in_no_block_has_the_step_of_the_stock_optimizer():
         assert (step != "-") == known
 
 
+def test_a_rule_is_not_asked_about_no_blocks():
+    def rule(gradient_norm, weight_norm):
+        assert len(gradient_norm)
+        return 1 / gradient_norm
+
+    model = compiled(two_layers(), SGDNG(0.1, rule=rule, blocks=lambda variable: None))
+    assert "0 blocks, 19 trainable parameters" in summary(model)
+
+
 def test_the_caption_says_what_the_step_is_and_at_which_rate(rng):
     model = compiled(two_layers(), SGDNG(0.125, momentum=0.9))
     caption = summary(model).splitlines()[-1]

@@ -172,7 +172,9 @@ def _lengths(rows: list[Row], norms: np.ndarray) -> np.ndarray:
             sizes = [_size(rows[i].variables) for i in mine]
             lengths[mine] = _rate(owner) * np.sqrt(sizes)
         elif isinstance(owner, keras.optimizers.SGD) and getattr(owner, "rule", None):
-            lengths[in_blocks] = _rate(owner) * _rule_lengths(owner, norms[in_blocks])
+            if in_blocks:
+                found = _rule_lengths(owner.rule, norms[in_blocks])
+                lengths[in_blocks] = _rate(owner) * found
     return lengths
 
 
@@ -182,7 +184,7 @@ def _has_update_of_its_base(optimizer: Any) -> bool:
     return getattr(update, "__module__", "").split(".")[0] in ("keras", "keras_bng")
 
 
-def _rule_lengths(optimizer: Any, weight_norms: np.ndarray) -> np.ndarray:
+def _rule_lengths(rule: Any, weight_norms: np.ndarray) -> np.ndarray:
     """Of the gradients that a rule makes; NaN where they differ between examples."""
     count = len(weight_norms)
     examples = [np.full(count, norm) for norm in (1e-3, 1.0, 1e3)]
@@ -190,8 +192,7 @@ def _rule_lengths(optimizer: Any, weight_norms: np.ndarray) -> np.ndarray:
     weights = ops.convert_to_tensor(weight_norms, "float32")
     found = np.array(
         [
-            norms
-            * ops.convert_to_numpy(optimizer.rule(ops.cast(norms, "float32"), weights))
+            norms * ops.convert_to_numpy(rule(ops.cast(norms, "float32"), weights))
             for norms in examples
         ]
     )
