@@ -166,15 +166,14 @@ def _lengths(rows: list[Row], norms: np.ndarray) -> np.ndarray:
     for owner in _once(row.optimizer for row in rows):
         mine = [i for i, row in enumerate(rows) if row.optimizer is owner]
         in_blocks = [i for i in mine if rows[i].name is not None]
+        rule = getattr(owner, "rule", None)
         if not _has_update_of_its_base(owner):
             continue
         if isinstance(owner, STEADY):
             sizes = [_size(rows[i].variables) for i in mine]
             lengths[mine] = _rate(owner) * np.sqrt(sizes)
-        elif isinstance(owner, keras.optimizers.SGD) and getattr(owner, "rule", None):
-            if in_blocks:
-                found = _rule_lengths(owner.rule, norms[in_blocks])
-                lengths[in_blocks] = _rate(owner) * found
+        elif isinstance(owner, keras.optimizers.SGD) and rule and in_blocks:
+            lengths[in_blocks] = _rate(owner) * _rule_lengths(rule, norms[in_blocks])
     return lengths
 
 
