@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import pathlib
 import warnings
 from collections.abc import Iterator, Sequence
@@ -94,7 +95,8 @@ class BlockMonitor(keras.callbacks.Callback):
 
     def _begin(self) -> None:
         """What a copy begins anew."""
-        self._of_model: Any = None
+        self._trained: Any = None  # in `fit`
+        self._of_model: Any = None  # the records
         self._group = Group([], self._watched_in_fit)
         self._watched: dict[int, Watched] = {}
         self._plain: Any = None
@@ -104,12 +106,14 @@ class BlockMonitor(keras.callbacks.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and records."""
-        names = "every", "log_dir", "_spec", "_records"
-        return {name: vars(self)[name] for name in names}
+        names = "every", "log_dir", "_spec"
+        kept = {name: vars(self)[name] for name in names}
+        return {**kept, "_records": copy.copy(self._records)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()
-        vars(self).update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
         self._begin()
 
     @property
@@ -123,6 +127,7 @@ class BlockMonitor(keras.callbacks.Callback):
     # In `fit`.
 
     def on_train_begin(self, logs: Any = None) -> None:
+        self._trained = self.model  # which on JAX syncs the variables at each look
         self._due = self._looks = False
         self._recorded = self._missed = 0
         self._put_in_place()
@@ -134,29 +139,29 @@ class BlockMonitor(keras.callbacks.Callback):
 
     def _put_in_place(self) -> None:
         """Stands in for the model's training function, which may be a new one."""
-        held = held_optimizers(self.model)
+        held = held_optimizers(self._trained)
         in_place = self._is_in_place()
-        plain = self._plain if in_place else self.model.train_function
-        if self._group.optimizers != held or self._of_model is not self.model:
+        plain = self._plain if in_place else self._trained.train_function
+        if self._group.optimizers != held or self._of_model is not self._trained:
             self._group = Group(held, self._watched_in_fit)
             self._traced_for = None
         if plain is None:  # `compile` was called: Keras will say so
             return
         self._plain = plain
-        if self._traced_for is not _own_function(plain):
-            function = self.model.train_function
-            self._watching = _another_train_function(self.model)
-            self.model.train_function = function
-            self._traced_for = _own_function(plain)
+        if self._traced_for != _chain(plain):
+            function = self._trained.train_function
+            self._watching = _another_train_function(self._trained)
+            self._trained.train_function = function
+            self._traced_for = _chain(plain)
         if not in_place:
-            self.model.train_function = self._stand_in
+            self._trained.train_function = self._stand_in
 
     def _watched_in_fit(self, optimizer: Any) -> Watched:
-        return Watched(optimizer, self._spec, self.every, self.model)
+        return Watched(optimizer, self._spec, self.every, self._trained)
 
     def _is_in_place(self) -> bool:
         """Also behind other monitors."""
-        function = self.model.train_function
+        function = self._trained.train_function
         while function is not self._stand_in:
             other = _monitor_of(function)
             if other is None:
@@ -180,7 +185,7 @@ class BlockMonitor(keras.callbacks.Callback):
             yield
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.model.train_function is not self._stand_in and not self._is_in_place():
+        if not self._is_in_place():  # somebody made another one
             self._put_in_place()
         self._first = batch
         self._due = self._looks = self._steps >= self._next
@@ -211,28 +216,28 @@ class BlockMonitor(keras.callbacks.Callback):
         for part in parts:
             if not part.columns:
                 new = self._records.name(part, self._group.parts)
-                if new and self._records.rows and self._of_model is not self.model:
+                if new and self._records.rows and self._of_model is not self._trained:
                     self.on_train_end()
                     raise ValueError(
                         "A BlockMonitor stays with one model: its records are of the "
                         f"blocks {self.blocks[: -len(new)]}, and this model has "
                         f"{part.names}. Use a new BlockMonitor."
                     )
-        self._of_model = self.model
+        self._of_model = self._trained
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._records.draw()
 
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_in_place():  # the next `fit` pays nothing
-            self.model.train_function = _own_function(self._plain)
+            self._trained.train_function = _chain(self._plain)[-1]
         self._records.close()
         if not self._recorded and self._missed >= self.every:
             warnings.warn(NOTHING_IN_FIT, stacklevel=2)
 
     def _count(self) -> None:
         """Steps so far, of the first optimizer that has made any."""
-        _sync(self.model)
+        _sync(self._trained)
         self._counted, self._steps, self._accumulation = True, 0, 1
         for part in self._group.parts:
             steps = int(steps_of(part.optimizer).numpy())
@@ -247,7 +252,7 @@ class BlockMonitor(keras.callbacks.Callback):
         each = self._accumulation
         update = -(-(self._steps // each) // self.every) * self.every
         # The execution in which the last step of this update is.
-        return (update + 1) * each - self.model.steps_per_execution
+        return (update + 1) * each - self._trained.steps_per_execution
 
     # In loops of one's own.
 
@@ -334,10 +339,12 @@ def _monitor_of(train_function: Any) -> BlockMonitor | None:
     return found if isinstance(found, BlockMonitor) else None
 
 
-def _own_function(train_function: Any) -> Any:
-    """The model's, behind the monitors that stand in for it."""
+def _chain(train_function: Any) -> list[Any]:
+    """What monitors that stand in for a model's own function watch; then that one."""
     monitor = _monitor_of(train_function)
-    return _own_function(monitor._plain) if monitor else train_function
+    if monitor is None:
+        return [train_function]
+    return [monitor._group, *_chain(monitor._plain)]
 
 
 def _another_train_function(model: keras.Model) -> Any:

@@ -122,7 +122,8 @@ class Records:
             return
         if self.pictured < len(self.rows):
             try:
-                png = picture.png({"": self})
+                recorded: Any = self
+                png = picture.png({"": recorded})
                 self.events.add_picture(self.runs[-1], self.rows[-1][0], png)
             except ImportError:
                 if not self.pictured:

@@ -52,7 +52,7 @@ class Watched:
         self.gradient_rows: Any = None
         self.record: Any = None
         self.watch = Watch(optimizer, (), self.see, self.around)
-        self.strategy = getattr(optimizer, "_distribution_strategy", None)
+        self.strategy: Any = getattr(optimizer, "_distribution_strategy", None)
         self.strategy = getattr(model, "distribute_strategy", self.strategy)
         if optimizer.built:
             self.prepare()
@@ -169,15 +169,17 @@ class Watched:
                 replica = tf.distribute.get_replica_context().replica_id_in_sync_group
                 due = tf.logical_and(due, tf.equal(replica, 0))
             if not tf.executing_eagerly():
-                return _send_from_a_graph(self.receive, number, due, rows)
+                _send_from_a_graph(self.receive, number, due, rows)
+            elif due:
+                self.receive(number, rows())
         elif keras.backend.backend() == "jax" and _is_traced(number):
             import jax
 
             def send() -> None:
                 jax.debug.callback(self.receive, number, rows())
 
-            return send() if due is True else jax.lax.cond(due, send, lambda: None)
-        if due:
+            send() if due is True else jax.lax.cond(due, send, lambda: None)
+        elif due:
             self.receive(number, rows())
 
     def number(self) -> Any:
@@ -239,14 +241,14 @@ def _send_from_a_graph(
 ) -> None:
     import tensorflow as tf
 
-    def received(*found: Any) -> np.ndarray:
+    def received(*found: Any) -> np.int64:
         receive(*found)
         return np.int64(0)
 
     def send() -> Any:
         return tf.numpy_function(received, [number, rows()], tf.int64)
 
-    tf.cond(due, send, lambda: tf.constant(0, tf.int64))
+    send() if due is True else tf.cond(due, send, lambda: tf.constant(0, tf.int64))
 
 
 def _is_known(x: Any) -> bool:
