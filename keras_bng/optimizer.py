@@ -28,7 +28,7 @@ import numbers
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -51,10 +51,8 @@ from keras_bng.normalize import (
     times,
 )
 
-if TYPE_CHECKING:
-    Base = keras.optimizers.Optimizer
-else:
-    Base = object
+# A mixin is always in front of a Keras optimizer.
+Base: Any = object
 
 PACKAGE = "keras_bng"
 ACCUMULATION_ON_REPLICAS = (
@@ -129,6 +127,7 @@ class BlockNormalized(Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__signature__ = _signature(cls)
+        cls._updates_like_keras = _updates_like_keras(cls)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -282,6 +281,7 @@ class BlockNormalized(Base):
         step = super()._backend_apply_gradients
         if not self._compiles_eager_steps():
             return step(grads, trainable_variables)
+        assert self._built_blocks is not None
         key = self._settings(), *map(self._get_variable_index, trainable_variables)
         steps = self._built_blocks.eager_steps
         if key not in steps and steps:  # a setting that is new at each step is not
@@ -307,7 +307,7 @@ class BlockNormalized(Base):
         return (
             tf.executing_eagerly()
             and not tf.distribute.has_strategy()  # merge_call cannot be in a function
-            and _updates_like_keras(type(self))
+            and self._updates_like_keras
         )
 
     def _settings(self) -> tuple[Any, ...]:
@@ -427,7 +427,7 @@ def _check_factors_of(rule: Any, blocks: tuple[Block, ...]) -> None:
         check_factor(rule(ones, ones), len(blocks))
 
 
-def backend_class(stock: type) -> type:
+def backend_class(stock: Any) -> Any:
     """The class that Keras makes for `stock`: on torch, for some, a faster one.
 
     It decides in `__new__`; an instance would have variables and start the runtime.
@@ -475,8 +475,7 @@ def _plain(value: Any) -> Any:
     return None
 
 
-@functools.cache
-def _updates_like_keras(cls: type) -> bool:
+def _updates_like_keras(cls: Any) -> bool:
     """Whether all that a step does is Keras's code and ours, which reads settings only.
 
     An `update_step` of somebody else may read whatever it likes, at each step.
@@ -504,7 +503,7 @@ def _set_for_now(owner: Any, name: str, value: Any) -> Iterator[None]:
         own[name] = before
 
 
-def raised_for(dtype: Any, optimizer: BlockNormalized, name: str) -> Any:
+def raised_for(dtype: Any, optimizer: Any, name: str) -> Any:
     """A context in which this setting, added to a root, is not too small for `dtype`.
 
     In float16 an epsilon of 1e-8 is 0, and so is the square of what is below 2.4e-4:
@@ -600,7 +599,7 @@ def _serialized(argument: str, value: Any) -> Any:
     return config
 
 
-def _signature(cls: type) -> inspect.Signature:
+def _signature(cls: Any) -> inspect.Signature:
     """The stock optimizer's arguments in its order, with our defaults, then our own."""
     own = inspect.signature(cls.__init__).parameters
     if not any(p.kind == p.VAR_POSITIONAL for p in own.values()):

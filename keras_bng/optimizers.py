@@ -13,12 +13,18 @@ from keras_bng.normalize import fold, is_sparse, with_values
 from keras_bng.norms import in_plain_graph
 from keras_bng.optimizer import (
     PACKAGE,
+    Base,
     BlockNormalized,
     backend_class,
     live_learning_rate,
     raised_for,
     take_over,
 )
+
+SGD: Any = backend_class(keras.optimizers.SGD)
+Adam: Any = backend_class(keras.optimizers.Adam)
+Adagrad: Any = backend_class(keras.optimizers.Adagrad)
+RMSprop: Any = backend_class(keras.optimizers.RMSprop)
 
 # A gradient with more entries than this is worth not copying.
 LARGE = 2**16
@@ -29,7 +35,7 @@ NO_RULE = (
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class SGDNG(BlockNormalized, backend_class(keras.optimizers.SGD)):
+class SGDNG(BlockNormalized, SGD):
     """SGD with momentum on block-normalized gradients (the paper's SGDMNG).
 
     Takes the arguments of `keras.optimizers.SGD` in their order (here `momentum`
@@ -90,7 +96,7 @@ class SGDNG(BlockNormalized, backend_class(keras.optimizers.SGD)):
 _sgd_update = SGDNG.update_step
 
 
-class _EpsilonBesideRoot:
+class _EpsilonBesideRoot(Base):
     """For bases that divide by `sqrt(v) + epsilon`: see `raised_for`."""
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -110,7 +116,7 @@ class _EpsilonBesideRoot:
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class AdamNG(BlockNormalized, _EpsilonBesideRoot, backend_class(keras.optimizers.Adam)):
+class AdamNG(BlockNormalized, _EpsilonBesideRoot, Adam):
     """Adam on block-normalized gradients.
 
     Takes the arguments of `keras.optimizers.Adam` in their order (here `epsilon`
@@ -139,7 +145,7 @@ class AdamNG(BlockNormalized, _EpsilonBesideRoot, backend_class(keras.optimizers
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class AdagradNG(BlockNormalized, backend_class(keras.optimizers.Adagrad)):
+class AdagradNG(BlockNormalized, Adagrad):
     """AdaGrad on block-normalized gradients (the paper's AdaGradNG).
 
     Takes the arguments of `keras.optimizers.Adagrad` in their order, then `blocks`,
@@ -159,7 +165,7 @@ class AdagradNG(BlockNormalized, backend_class(keras.optimizers.Adagrad)):
 
 
 @keras.saving.register_keras_serializable(PACKAGE)
-class RMSpropNG(BlockNormalized, backend_class(keras.optimizers.RMSprop)):
+class RMSpropNG(BlockNormalized, RMSprop):
     """RMSprop on block-normalized gradients.
 
     Takes the arguments of `keras.optimizers.RMSprop` in their order, with its
@@ -296,11 +302,11 @@ EPSILON_BESIDE_ROOT = (
     keras.optimizers.Nadam,
     keras.optimizers.Lamb,
 )
-_NORMALIZED_CLASSES: dict[type, type] = {
-    backend_class(keras.optimizers.SGD): SGDNG,
-    backend_class(keras.optimizers.Adam): AdamNG,
-    backend_class(keras.optimizers.Adagrad): AdagradNG,
-    backend_class(keras.optimizers.RMSprop): RMSpropNG,
+_NORMALIZED_CLASSES: dict[Any, Any] = {
+    SGD: SGDNG,
+    Adam: AdamNG,
+    Adagrad: AdagradNG,
+    RMSprop: RMSpropNG,
 }
 
 
@@ -309,7 +315,7 @@ class _Wrapped(BlockNormalized):
     """Base of the classes that `block_normalized` makes. All are saved under one name,
     with the stock optimizer's config inside, so that any process can load them."""
 
-    stock_class: type
+    stock_class: Any
 
     def get_config(self) -> dict[str, Any]:
         config = self.stock_class.get_config(self)
@@ -340,7 +346,7 @@ class _Wrapped(BlockNormalized):
         return _unpickled, (self.stock_class, load.__name__, *arguments)
 
 
-def _unpickled(stock_class: type, load: str, *arguments: Any) -> Any:
+def _unpickled(stock_class: Any, load: str, *arguments: Any) -> Any:
     """By Keras, in a process that has imported us and not made the class yet."""
     return getattr(stock_class, load)(*arguments)
 
@@ -395,12 +401,12 @@ def block_normalized(
     config["learning_rate"] = live_learning_rate(optimizer)
     config |= {"blocks": blocks, "rule": rule, "l2": l2, "jit_compile": jit_compile}
     cls = _normalized_class(type(optimizer))
-    normalized = BlockNormalized._made_from.__func__(cls, config, None)
+    normalized = super(BlockNormalized, cls).from_config(config)
     take_over(optimizer, normalized)
     return normalized
 
 
-def _normalized_class(stock: type) -> type:
+def _normalized_class(stock: Any) -> Any:
     if stock not in _NORMALIZED_CLASSES:
         beside_root = issubclass(stock, EPSILON_BESIDE_ROOT)
         cls = type(
