@@ -12,6 +12,7 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_learning_rate`: a variable, or what Keras calls for the rate of this step.
 - `_trainable_variables`: to take over the state of an optimizer that was built.
 - `_exclude_from_weight_decay*`: settings that `get_config` leaves out.
+- `_optimizer_map`: which of its optimizers a `MultiOptimizer` will give a variable.
 - `_iterations`: steps, where the public `iterations` counts accumulated updates.
 
 `Watch` replaces the first two, and `apply`, on an instance, of whichever optimizer.
@@ -619,6 +620,11 @@ def _signature(cls: Any) -> inspect.Signature:
 def variables_of(optimizer: Any) -> list[Any]:
     """The trainable variables of an optimizer that is built."""
     return list(optimizer._trainable_variables)
+
+
+def chooser_of(optimizer: Any) -> Callable[[Any], Any] | None:
+    """The function by which a `MultiOptimizer` deals out variables in its `build`."""
+    return getattr(optimizer, "_optimizer_map", None)
 
 
 def steps_of(optimizer: Any) -> Any:

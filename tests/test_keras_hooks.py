@@ -9,7 +9,7 @@ from helpers import arrays, some_gradients, some_variables, tensors, variable
 
 import keras_bng
 from keras_bng import SGDNG
-from keras_bng.optimizer import Watch, backend_class, steps_of, variables_of
+from keras_bng.optimizer import Watch, backend_class, chooser_of, steps_of, variables_of
 
 SGD = keras.optimizers.SGD
 
@@ -169,3 +169,15 @@ def test_a_hook_on_an_instance_is_called_and_can_be_taken_away(make):
         assert len(seen) == 1
     optimizer.apply([keras.ops.ones((1,))], [w])
     assert len(seen) == 1 and set(vars(optimizer)) == before
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has none"
+)
+def test_a_multi_optimizer_says_who_takes_a_variable_before_it_is_built():
+    one, two = SGD(0.1), SGDNG(0.1)
+    a, b = keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")
+    both = keras.optimizers.MultiOptimizer(lambda v: one if v is a else two)
+    choose = chooser_of(both)
+    assert choose(a) is one and choose(b) is two and not one.built
+    assert chooser_of(one) is None

@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from keras_bng.blocks import Block, BlockSpec, partition, path_of
-from keras_bng.optimizer import BlockNormalized, variables_of
+from keras_bng.optimizer import BlockNormalized, chooser_of, variables_of
 from keras_bng.tools.watched import inner_optimizers, optimizers_of
 
 # Whatever the gradient's size, they move each weight by about the rate.
@@ -96,8 +96,7 @@ def _owners(variables: list[Any], optimizers: list[Any], model: Any) -> dict[int
     only = waiting[0] if len(waiting) == 1 else None
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a loss scale
-    # A `MultiOptimizer` calls this for each variable, in its `build`.
-    choose = getattr(optimizer, "_optimizer_map", lambda variable: only)
+    choose = chooser_of(optimizer) or (lambda variable: only)
     return {id(v): owners[id(v)] if id(v) in owners else choose(v) for v in variables}
 
 
