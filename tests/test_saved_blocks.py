@@ -1,7 +1,10 @@
 """A loaded optimizer has the blocks that it had, whatever became of the paths."""
 
 import copy
+import importlib.util
 import json
+import os
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -16,6 +19,7 @@ import keras_bng
 from keras_bng import SGDNG, AdagradBNG, AdamNG, block_normalized
 
 L = keras.layers
+HERE = pathlib.Path(__file__).parent
 
 
 @keras.saving.register_keras_serializable("keras_bng_tests")
@@ -120,6 +124,51 @@ def test_a_loaded_model_has_the_same_blocks_and_goes_on_alike(name, make, tmp_pa
     loaded.save(tmp_path / "again.keras")  # and once more
     again = keras.models.load_model(tmp_path / "again.keras")
     assert again.optimizer.get_config() == before.get_config()
+
+
+GO_ON = """
+import sys
+import keras
+import keras_bng
+import numpy as np
+from test_saved_blocks import MAKERS, fit
+
+for name in MAKERS:
+    model = keras.models.load_model(f"{name}.keras")
+    fit(model)
+    weights = map(keras.ops.convert_to_numpy, model.weights)
+    np.savez(f"{name}-{keras.backend.backend()}.npz", *weights)
+"""
+
+
+@pytest.mark.parametrize("other", ["tensorflow", "jax", "torch"])
+def test_a_run_goes_on_on_another_backend(other, tmp_path):
+    if other == keras.backend.backend() or not importlib.util.find_spec(other):
+        pytest.skip("the same, or not installed")
+    models = {}
+    for name, make in MAKERS.items():
+        models[name] = compiled(nested(), make(), jit_compile=False)
+        fit(models[name])
+        models[name].save(tmp_path / f"{name}.keras")
+        fit(models[name])
+    paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, "-c", GO_ON],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "KERAS_BACKEND": other,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    for name, model in models.items():
+        with np.load(tmp_path / f"{name}-{other}.npz") as file:
+            for a, b in zip(arrays(model.weights), file.values()):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_under_mixed_float16_too(tmp_path):
