@@ -56,10 +56,9 @@ from keras_bng.normalize import (
 Base: Any = object
 
 PACKAGE = "keras_bng"
-ACCUMULATION_ON_REPLICAS = (
-    "Keras cannot accumulate gradients in a compiled step on more than one replica "
-    "(its own optimizers raise here too). Use a larger batch, call `strategy.run` "
-    "eagerly, or leave out `gradient_accumulation_steps`."
+ONLY_NOW_AND_THEN = (
+    "Keras cannot {} in a compiled step on more than one replica (its own optimizers "
+    "raise here too). Call `strategy.run` eagerly, or leave out `{}`."
 )
 EAGER_STEPS = 8  # that an optimizer remembers: sets of variables and settings
 # In these dtypes the square of a smaller number is 0, and with it a second moment.
@@ -274,8 +273,14 @@ class BlockNormalized(Base):
         try:
             _unconverted(super().apply)(grads, trainable_variables)
         except RuntimeError as error:
-            if self.gradient_accumulation_steps and "merge_call" in str(error):
-                raise RuntimeError(ACCUMULATION_ON_REPLICAS) from error
+            if "merge_call" in str(error):
+                for setting, what in (
+                    ("gradient_accumulation_steps", "accumulate gradients"),
+                    ("ema_overwrite_frequency", "overwrite weights by their average"),
+                ):
+                    if getattr(self, setting):
+                        text = ONLY_NOW_AND_THEN.format(what, setting)
+                        raise RuntimeError(text) from error
             raise
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:

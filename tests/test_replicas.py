@@ -263,13 +263,20 @@ def test_one_bad_block_on_one_replica_leaves_the_other_blocks_going():
     assert int(optimizer.skipped_blocks.numpy()) == 1
 
 
-def test_accumulation_in_a_compiled_step_on_replicas_is_a_clear_error(rng):
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"gradient_accumulation_steps": 2}, "accumulate gradients in a compiled step"),
+        ({"use_ema": True, "ema_overwrite_frequency": 2}, "overwrite weights by their"),
+    ],
+)
+def test_what_keras_cannot_do_in_a_compiled_step_on_replicas_is_a_clear_error(
+    rng, options, message
+):
     def make():
-        return AdamNG(gradient_accumulation_steps=2)
+        return AdamNG(**options)
 
-    with pytest.raises(
-        RuntimeError, match="Keras cannot accumulate gradients in a com"
-    ):
+    with pytest.raises(RuntimeError, match=f"Keras cannot {message}"):
         fitted(make, small_data(rng), two_replicas())
 
 
@@ -291,6 +298,28 @@ def test_accumulation_on_replicas_works_eagerly(rng):
         (g,) = tensors([gradient])
         strategy.run(lambda g=g: optimizer.apply([g], [w]))
     np.testing.assert_allclose(arrays([w])[0], [-0.6, -0.8], rtol=1e-6)
+
+
+def test_averages_and_accumulation_on_replicas_are_those_of_one_device(rng):
+    options = {
+        "use_ema": True,
+        "ema_overwrite_frequency": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    results = []
+    for strategy in (None, two_replicas()):
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            w = keras.Variable([1.0, 2.0])
+            optimizer = AdamNG(0.1, l2=0.1, **options)
+            optimizer.build([w])
+        for gradient in np.random.default_rng(0).normal(size=(8, 2)):
+            # Each of two replicas has half of the gradient.
+            (g,) = tensors([gradient / (2 if strategy else 1)])
+            run = strategy.run if strategy else (lambda step: step())
+            run(lambda g=g, o=optimizer, w=w: o.apply([g], [w]))
+        results.append(arrays([w, *optimizer.variables]))
+    for a, b in zip(*results):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_an_eager_step_under_a_strategy_is_not_compiled(rng):
