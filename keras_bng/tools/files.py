@@ -98,7 +98,8 @@ def _mend(path: pathlib.Path) -> None:
 def _lines(path: pathlib.Path) -> Any:
     """Run, step, block and numbers of each line; of a file without runs, these begin
     where the steps begin again."""
-    run, last, blocks = 0, -1, set()
+    run, last = 0, -1
+    blocks: set[str] = set()  # of the last step
     with open(path, newline="") as file:
         for line in csv.DictReader(file):
             if None in line.values() or line["relative_step"] == "":
@@ -107,10 +108,9 @@ def _lines(path: pathlib.Path) -> Any:
             if "run" in line:
                 run = int(line["run"])
             elif step < last or (step == last and block in blocks):
-                run += 1
+                run, last = run + 1, -1
             if step != last:
-                blocks = set()
-            last = step
+                blocks, last = set(), step
             blocks.add(block)
             yield run, step, block, line
 
