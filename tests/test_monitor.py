@@ -112,7 +112,7 @@ def test_only_every_so_many_updates(name, rng):
 def test_steps_that_are_not_recorded_are_not_watched(make, jit_compile, rng):
     _, seen = watched(make, rng, every=5, jit_compile=jit_compile)
     assert seen.history["step"].tolist() == [0, 5]
-    assert [part.last()[0] for part in seen._group.parts] == [-1]  # 5 was read
+    assert [part.last()[0] for part in seen._stand_in.group.parts] == [-1]  # 5 was read
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGDNG"])

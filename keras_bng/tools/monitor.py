@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pathlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -16,7 +16,8 @@ from keras_bng.blocks import BlockSpec, check_spec
 from keras_bng.optimizer import steps_of
 from keras_bng.tools import files, picture
 from keras_bng.tools.records import Records
-from keras_bng.tools.watched import Group, Watched, held_optimizers
+from keras_bng.tools.stand_in import StandIn
+from keras_bng.tools.watched import Group, Watched, held_optimizers, inner_optimizers
 
 NOTHING_IN_FIT = (
     "BlockMonitor recorded nothing in this `fit`. It sees `model.optimizer` and the "
@@ -95,14 +96,9 @@ class BlockMonitor(keras.callbacks.Callback):
 
     def _begin(self) -> None:
         """What a copy begins anew."""
-        self._trained: Any = None  # in `fit`
+        self._stand_in = StandIn()
         self._of_model: Any = None  # the records
-        self._group = Group([], self._watched_in_fit)
-        self._watched: dict[int, Watched] = {}
-        self._plain: Any = None
-        self._watching: Any = None
-        self._traced_for: Any = None
-        self._stand_in = self._train_function  # the same object at each look
+        self._watched: dict[int, Watched] = {}  # in loops of one's own
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings and records."""
@@ -127,132 +123,94 @@ class BlockMonitor(keras.callbacks.Callback):
     # In `fit`.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._trained = self.model  # which on JAX syncs the variables at each look
-        self._due = self._looks = False
-        self._recorded = self._missed = 0
+        self._stand_in.model = self.model  # which on JAX syncs at each look
+        self._begun, self._missed = len(self._records.rows), 0
+        self._stand_in.due = False
         self._put_in_place()
-        for part in self._group.parts:
+        for part in self._stand_in.group.parts:
             part.last()  # of a `fit` that was interrupted
+
+    def _put_in_place(self) -> None:
+        held = held_optimizers(self._stand_in.model)
+        now = {id(part.optimizer) for part in self._entered()}  # by `watch`
+        held = [o for o in held if not now & set(map(id, inner_optimizers(o)))]
+        self._stand_in.put(held, self._watched_in_fit)
+
+    def _watched_in_fit(self, optimizer: Any) -> Watched:
+        return Watched(optimizer, self._spec, self.every, self._stand_in.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._counted, self._steps, self._next = False, 0, 0
 
-    def _put_in_place(self) -> None:
-        """Stands in for the model's training function, which may be a new one."""
-        held = held_optimizers(self._trained)
-        in_place = self._is_in_place()
-        plain = self._plain if in_place else self._trained.train_function
-        if self._group.optimizers != held or self._of_model is not self._trained:
-            self._group = Group(held, self._watched_in_fit)
-            self._traced_for = None
-        if plain is None:  # `compile` was called: Keras will say so
-            return
-        self._plain = plain
-        if self._traced_for != _chain(plain):
-            function = self._trained.train_function
-            self._watching = _another_train_function(self._trained)
-            self._trained.train_function = function
-            self._traced_for = _chain(plain)
-        if not in_place:
-            self._trained.train_function = self._stand_in
-
-    def _watched_in_fit(self, optimizer: Any) -> Watched:
-        return Watched(optimizer, self._spec, self.every, self._trained)
-
-    def _is_in_place(self) -> bool:
-        """Also behind other monitors."""
-        function = self._trained.train_function
-        while function is not self._stand_in:
-            other = _monitor_of(function)
-            if other is None:
-                return False
-            function = other._plain
-        return True
-
-    def _train_function(self, *args: Any) -> Any:
-        """Stands in for the model's: watches the steps that are to be recorded."""
-        due, self._due = self._due, False
-        if not due:
-            return self._plain(*args)
-        with self._watch():
-            return self._watching(*args)
-
-    @contextlib.contextmanager
-    def _watch(self) -> Iterator[None]:
-        """Also for another monitor, whose turn it may be in the same step."""
-        other = _monitor_of(self._plain)
-        with other._watch() if other else contextlib.nullcontext(), self._group.watch():
-            yield
-
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if not self._is_in_place():  # somebody made another one
+        if not self._stand_in.is_there():  # somebody made another function
             self._put_in_place()
-        self._first = batch
-        self._due = self._looks = self._steps >= self._next
+        self._first, self._due = batch, self._steps >= self._next
         if self._due and not self._counted:  # now, after all that callbacks loaded
             self._count()
-            self._due = self._looks = self._steps >= self._next
+            self._due = self._steps >= self._next
+        self._stand_in.due = self._due
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._steps += batch - self._first + 1
-        if not self._looks:
+        if not self._due:
             return
-        parts = [part for part in self._group.parts if part.applied and part.blocks]
+        parts = [p for p in self._stand_in.group.parts if p.applied and p.blocks]
         found = [(part, *part.last()) for part in parts]
         found = [(part, number, rows) for part, number, rows in found if number >= 0]
         for part, _, _ in found:
             part.updated = True
         if found and all(part.updated for part in parts):
-            self._name([part for part, _, _ in found])
+            for part, _, _ in found:
+                self._name(part)
+            self._of_model = self._stand_in.model
             self._records.add(max(number for _, number, _ in found), found)
-            self._recorded += 1
             self._next = self._next_record()
         else:
             self._missed += 1
             self._count()  # a loss scale skipped the update
 
-    def _name(self, parts: Sequence[Watched]) -> None:
-        """Finds the columns of those which are recorded for the first time."""
-        for part in parts:
-            if not part.columns:
-                new = self._records.name(part, self._group.parts)
-                if new and self._records.rows and self._of_model is not self._trained:
-                    self.on_train_end()
-                    raise ValueError(
-                        "A BlockMonitor stays with one model: its records are of the "
-                        f"blocks {self.blocks[: -len(new)]}, and this model has "
-                        f"{part.names}. Use a new BlockMonitor."
-                    )
-        self._of_model = self._trained
+    def _name(self, part: Watched) -> None:
+        """The first record of an optimizer gives its blocks their columns."""
+        if part.columns:
+            return
+        names = self._records.names_for(
+            part, [*self._stand_in.group.parts, *self._entered()]
+        )
+        known = self._of_model in (None, self._stand_in.model) or part.deliver
+        if self._records.rows and not known and not set(names) <= set(self.blocks):
+            self._stand_in.take_away()
+            raise ValueError(
+                "A BlockMonitor stays with one model: its records are of the blocks "
+                f"{self.blocks}, and this model has {names}. Use a new BlockMonitor."
+            )
+        self._records.name(part, names)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._records.draw()
 
     def on_train_end(self, logs: Any = None) -> None:
-        if self._is_in_place():  # the next `fit` pays nothing
-            self._trained.train_function = _chain(self._plain)[-1]
+        self._stand_in.take_away()
         self._records.close()
-        if not self._recorded and self._missed >= self.every:
+        if self._begun == len(self._records.rows) and self._missed >= self.every:
             warnings.warn(NOTHING_IN_FIT, stacklevel=2)
 
     def _count(self) -> None:
         """Steps so far, of the first optimizer that has made any."""
-        _sync(self._trained)
-        self._counted, self._steps, self._accumulation = True, 0, 1
-        for part in self._group.parts:
-            steps = int(steps_of(part.optimizer).numpy())
-            if steps or part is self._group.parts[0]:
-                self._steps, self._accumulation = steps, part.accumulation
-            if steps:
-                break
-        self._next = self._next_record()
+        if keras.backend.backend() == "jax":  # `fit` has the values, not the variables
+            self._stand_in.model.jax_state_sync()
+        parts = self._stand_in.group.parts
+        counts = [(_steps(part.optimizer), part.accumulation) for part in parts]
+        made = [count for count in counts if count[0]]
+        self._steps, self._accumulation = (made or counts or [(0, 1)])[0]
+        self._counted, self._next = True, self._next_record()
 
     def _next_record(self) -> int:
         """The number of steps from which on the next execution has one to record."""
         each = self._accumulation
         update = -(-(self._steps // each) // self.every) * self.every
         # The execution in which the last step of this update is.
-        return (update + 1) * each - self._trained.steps_per_execution
+        return (update + 1) * each - self._stand_in.model.steps_per_execution
 
     # In loops of one's own.
 
@@ -287,21 +245,22 @@ class BlockMonitor(keras.callbacks.Callback):
                     f"`watch` takes Keras optimizers. Received: {optimizer!r}"
                 )
         group = Group(optimizers, self._watched_in_loops)
-        before = [(o, _steps(o), len(self._records.rows)) for o in optimizers]
+        before = {part: (_steps(part.optimizer), part.sent) for part in group.parts}
         try:
             with group.watch():
-                yield self
-                _wait()
+                try:
+                    yield self
+                finally:
+                    _wait()
         finally:
             self._records.draw()
             self._records.close()
-        for optimizer, steps, rows in before:
-            each = optimizer.gradient_accumulation_steps or 1
-            if (
-                len(self._records.rows) == rows
-                and _steps(optimizer) - steps >= each * self.every
-            ):
-                warnings.warn(NOTHING_IN_WATCH.format(optimizer.name), stacklevel=3)
+        for part in group.parts:
+            steps, sent = before.get(part, (0, 0))
+            made = (_steps(part.optimizer) - steps) // part.accumulation
+            if part.sent == sent and made >= self.every:
+                name = part.optimizer.name
+                warnings.warn(NOTHING_IN_WATCH.format(name), stacklevel=3)
 
     def _watched_in_loops(self, optimizer: Any) -> Watched:
         """The same each time, for the sake of what was traced for it."""
@@ -311,10 +270,11 @@ class BlockMonitor(keras.callbacks.Callback):
         return self._watched[id(optimizer)]
 
     def _deliver(self, part: Watched, number: int, rows: np.ndarray) -> None:
-        if not part.columns:
-            now = [other for other in self._watched.values() if other.watch.entered]
-            self._records.name(part, [*self._group.parts, *now])
+        self._name(part)
         self._records.add(number, [(part, number, rows)])
+
+    def _entered(self) -> list[Watched]:
+        return [part for part in self._watched.values() if part.watch.entered]
 
     def plot(self, path: str | pathlib.Path, title: str = "") -> None:
         """A picture: blocks from input to output, steps from left to right.
@@ -331,41 +291,6 @@ class BlockMonitor(keras.callbacks.Callback):
         found = monitor._records
         found.blocks, found.runs, found.rows = files.read(path)
         return monitor
-
-
-def _monitor_of(train_function: Any) -> BlockMonitor | None:
-    """Whose stand-in for a model's training function this is."""
-    found = getattr(train_function, "__self__", None)
-    return found if isinstance(found, BlockMonitor) else None
-
-
-def _chain(train_function: Any) -> list[Any]:
-    """What monitors that stand in for a model's own function watch; then that one."""
-    monitor = _monitor_of(train_function)
-    if monitor is None:
-        return [train_function]
-    return [monitor._group, *_chain(monitor._plain)]
-
-
-def _another_train_function(model: keras.Model) -> Any:
-    """Like the model's own, and traced apart from it."""
-    own, train_step = "train_step" in vars(model), model.train_step
-    # JAX would take two functions that call one `train_step` for the same.
-    model.train_step = lambda *args, **kwargs: train_step(*args, **kwargs)
-    try:
-        model.make_train_function(force=True)
-    finally:
-        if own:
-            model.train_step = train_step
-        else:
-            del model.train_step
-    return model.train_function
-
-
-def _sync(model: keras.Model) -> None:
-    """On JAX, `fit` has the values, not the variables."""
-    if keras.backend.backend() == "jax":
-        model.jax_state_sync()
 
 
 def _wait() -> None:

@@ -61,21 +61,24 @@ class Records:
             **{name: values[:, i] for i, name in enumerate(COLUMNS)},
         }
 
-    def name(self, part: Watched, others: Sequence[Watched]) -> list[str]:
-        """Gives an optimizer's blocks their columns; returns the names that are new."""
+    def names_for(self, part: Watched, others: Sequence[Watched]) -> list[str]:
+        """Of an optimizer's blocks, other than those of the optimizers beside it."""
         taken = {name for other in others for name in other.names}
+        names = []
         for block in part.blocks or ():
             name, count = block.name, 1
             while name in taken:
                 count += 1
                 name = f"{block.name}#{count}"
             taken.add(name)
-            part.names.append(name)
-            self.lines[name] = files.csv_line(name)
-        new = [name for name in part.names if name not in self.blocks]
-        self.blocks += new
-        part.columns = [self.blocks.index(name) for name in part.names]
-        return new
+            names.append(name)
+        return names
+
+    def name(self, part: Watched, names: list[str]) -> None:
+        """Gives an optimizer's blocks their columns; new ones come at the end."""
+        self.blocks += [name for name in names if name not in self.blocks]
+        self.lines.update({name: files.csv_line(name) for name in names})
+        part.names, part.columns = names, [self.blocks.index(name) for name in names]
 
     def add(self, step: int, found: Sequence[tuple[Watched, int, np.ndarray]]) -> None:
         """Parts, with the number of their update and its rows: one record, or more of

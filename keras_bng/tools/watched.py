@@ -45,6 +45,7 @@ class Watched:
         self.always = only_due and self.accumulation == 1
         self.applied = False  # so far, as those of a model that do nothing
         self.updated = False
+        self.sent = 0
         self.blocks: tuple[Block, ...] | None = None
         self.names: list[str] = []
         self.columns: list[int] = []  # in the monitor's rows
@@ -201,7 +202,8 @@ class Watched:
         found = int(number), ops.convert_to_numpy(rows)
         if not self.deliver:
             self.found = found
-        elif self.watch.entered:  # else it comes from a function that was traced then
+        elif self.watch.entered and self.blocks:  # else, of a function traced earlier
+            self.sent += 1
             self.deliver(self, *found)
 
     def last(self) -> tuple[int, np.ndarray]:
