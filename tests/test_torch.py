@@ -13,6 +13,7 @@ from helpers import (
     variable,
 )
 
+import keras_bng
 from keras_bng import (
     SGDNG,
     AdagradNG,
@@ -203,3 +204,9 @@ def test_objects_that_do_not_tell_their_class_do_no_harm():
 def test_variables_of_no_wrapper_keep_their_path():
     alone = keras.Variable([1.0])
     assert paths_of([alone, variable([1.0], "a/w")]) == [alone.path, "a/w"]
+
+
+def test_the_summary_names_the_parameters_of_a_wrapped_module(capsys):
+    wrapper = keras.layers.TorchModuleWrapper(torch.nn.Linear(4, 2), name="wrapped")
+    keras_bng.block_summary(keras.Sequential([keras.Input((4,)), wrapper]))
+    assert "wrapped/weight (2, 4)" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_bng.blocks import Block, BlockSpec, partition, path_of
+from keras_bng.blocks import Block, BlockSpec, partition, paths_of
 from keras_bng.optimizer import BlockNormalized, chooser_of, variables_of
 from keras_bng.tools.watched import inner_optimizers, optimizers_of
 
@@ -202,7 +202,9 @@ def _table(rows: list[Row], norms: np.ndarray, steps: list[float]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    total = _size([v for row in rows for v in row.variables])
+    variables = [v for row in rows for v in row.variables]
+    path = dict(zip(map(id, variables), paths_of(variables)))
+    total = _size(variables)
     count = sum(row.name is not None for row in rows)
     several = len(_once(row.optimizer for row in rows)) > 1
     table = Table(title=f"{count} blocks, {total:,} trainable parameters")
@@ -216,7 +218,7 @@ def _table(rows: list[Row], norms: np.ndarray, steps: list[float]) -> str:
         size = _size(row.variables)
         table.add_row(
             "(in no block)" if row.name is None else row.name,
-            "\n".join(f"{path_of(v)} {tuple(v.shape)}" for v in row.variables),
+            "\n".join(f"{path[id(v)]} {tuple(v.shape)}" for v in row.variables),
             f"{size:,}",
             f"{size / max(total, 1):.1%}",
             f"{norm:.3g}",
