@@ -193,9 +193,14 @@ def test_only_updates_count_when_gradients_are_accumulated(make, way):
     np.testing.assert_allclose(norms, [np.hypot(*expected), 2.5], rtol=1e-5)
 
 
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(SGD(0.1), initial_scale=2.0)
+
+
 @pytest.mark.skipif(BACKEND == "torch", reason="it traces nothing")
-def test_what_was_traced_before_is_a_warning():
-    loop = Loop(SGD(0.1), "function")
+@pytest.mark.parametrize("make", [MAKE["SGD"], scaled], ids=["SGD", "LossScale"])
+def test_what_was_traced_before_is_a_warning(make):
+    loop = Loop(make(), "function")
     loop(1)
     seen = BlockMonitor(every=2)
     first_time = pytest.warns(UserWarning, match="call it for the first time")
@@ -284,6 +289,19 @@ def test_a_fit_with_another_monitor_and_one_that_holds_the_optimizer_elsewhere(r
     assert recorded(inner) == [0, 3, 6, 9, 12, 15]
     a, b = (m.history["gradient_norm"] for m in (outer, inner))
     np.testing.assert_allclose(a[[0, 3]], b[[0, 2]], rtol=1e-5)
+
+
+def test_a_monitor_that_is_a_callback_of_a_fit_it_watches_records_once(rng):
+    model = compiled(small_model(), SGDNG(0.1), jit_compile=False)
+    seen = BlockMonitor(every=2)
+    options = {"batch_size": 8, "verbose": 0, "callbacks": [seen]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with seen.watch(model.optimizer):
+            model.fit(*small_data(rng), **options)
+        model.fit(*small_data(rng), **options)
+    assert recorded(seen) == list(range(0, 16, 2)) and not seen.history["run"].any()
+    assert len(seen.blocks) == 3
 
 
 def test_what_is_no_optimizer_is_an_error():

@@ -110,6 +110,33 @@ def test_a_model_that_is_compiled_between_two_fits(count, rng):
         assert not monitor.history["run"].any()
 
 
+@pytest.mark.skipif(BACKEND == "torch", reason="Keras has it not on torch")
+def test_a_model_that_is_compiled_for_several_steps_in_one_execution(rng):
+    data = small_data(rng)
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    optimizer = SGD(0.1)
+    model = compiled(small_model(), optimizer)
+    seen = BlockMonitor(every=3)
+    model.fit(*data, callbacks=[seen], **options)
+    compiled(model, optimizer, steps_per_execution=4)
+    model.fit(*data, callbacks=[seen], **options)
+    assert seen.history["step"].tolist() == [0, 3, 6, 9, 15]
+
+
+def test_a_monitor_that_refused_a_model_is_as_it_was(rng):
+    data = small_data(rng)
+    model, other = (compiled(small_model(), SGD(0.1)) for _ in range(2))
+    seen = BlockMonitor()
+    model.fit(*data, verbose=0, callbacks=[seen])
+    names = list(seen.blocks)
+    with pytest.raises(ValueError, match="stays with one model"):
+        other.fit(*data, verbose=0, callbacks=[seen])
+    assert seen.blocks == names and len(seen.history["step"]) == 2
+    assert not hasattr(other.train_function, "__self__")
+    model.fit(*data, verbose=0, callbacks=[seen])
+    assert seen.history["step"].tolist() == [0, 1, 2, 3]
+
+
 # Optimizers of the model's own.
 
 

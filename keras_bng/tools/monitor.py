@@ -15,9 +15,10 @@ import numpy as np
 from keras_bng.blocks import BlockSpec, check_spec
 from keras_bng.optimizer import steps_of
 from keras_bng.tools import files, picture
+from keras_bng.tools.group import Group
 from keras_bng.tools.records import Records
 from keras_bng.tools.stand_in import StandIn
-from keras_bng.tools.watched import Group, Watched, held_optimizers, inner_optimizers
+from keras_bng.tools.watched import Watched, held_optimizers, inner_optimizers
 
 NOTHING_IN_FIT = (
     "BlockMonitor recorded nothing in this `fit`. It sees `model.optimizer` and the "

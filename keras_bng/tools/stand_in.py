@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 
-from keras_bng.tools.watched import Group, Watched
+from keras_bng.tools.group import Group
+from keras_bng.tools.watched import Watched
 
 
 class StandIn:

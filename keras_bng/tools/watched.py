@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -14,13 +14,16 @@ from keras import ops
 from keras_bng.blocks import Block, BlockSpec, partition
 from keras_bng.normalize import values_of
 from keras_bng.norms import block_norms, under_xla
-from keras_bng.optimizer import BlockNormalized, Watch, hooked, steps_of, variables_of
+from keras_bng.optimizer import BlockNormalized, Watch, steps_of, variables_of
 
 NOT_IN_XLA = (
     "BlockMonitor.watch cannot see into a function that XLA compiles. Leave "
     "`jit_compile=True` out of this tf.function while you watch it, or train with "
     "`model.fit(..., callbacks=[monitor])`, which can."
 )
+
+# Before Keras 3.13 there is none.
+MULTI: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 
 
 class Watched:
@@ -268,54 +271,6 @@ def _is_traced(x: Any) -> bool:
     import jax
 
     return isinstance(x, jax.core.Tracer)
-
-
-class Group:
-    """Optimizers that are watched together: `parts`, as far as they are known."""
-
-    def __init__(
-        self, optimizers: Sequence[Any], make: Callable[[Any], Watched]
-    ) -> None:
-        self.optimizers, self.make = list(optimizers), make
-        self.parts: list[Watched] = []
-        self._find_parts()
-
-    def _find_parts(self) -> list[Watched]:
-        known = {id(part.optimizer) for part in self.parts}
-        found = {id(o): o for held in self.optimizers for o in inner_optimizers(held)}
-        new = [self.make(o) for key, o in found.items() if key not in known]
-        self.parts += new
-        return new
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-
-            def enter(parts: Sequence[Watched]) -> None:
-                for part in parts:
-                    if not part.watch.entered:  # by a context around this one
-                        stack.enter_context(part.watch)
-
-            def build(original: Any, variables: Any) -> None:
-                original(variables)
-                enter(self._find_parts())
-
-            for optimizer in map(_multi_in, self.optimizers):
-                if optimizer is not None and not optimizer.built:
-                    stack.enter_context(hooked(optimizer, {"build": build}))
-            enter(self.parts)
-            yield
-
-
-def _multi_in(optimizer: Any) -> Any:
-    """A `MultiOptimizer`, which may learn its parts as late as in `build`."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return _multi_in(optimizer.inner_optimizer)
-    return optimizer if isinstance(optimizer, MULTI) else None
-
-
-# Before Keras 3.13 there is none.
-MULTI: Any = getattr(keras.optimizers, "MultiOptimizer", ())
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
