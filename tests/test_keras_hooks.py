@@ -153,7 +153,9 @@ def test_steps_are_counted_apart_from_accumulated_updates():
     assert variables_of(optimizer) == [w]
 
 
-@pytest.mark.parametrize("make", [SGD, SGDNG])
+@pytest.mark.parametrize(
+    "make", [SGD, SGDNG, lambda rate: SGDNG(rate, rule=None, l2=1.0)]
+)
 def test_a_hook_on_an_instance_is_called_and_can_be_taken_away(make):
     optimizer, w, seen = make(0.1), keras.Variable([1.0]), []
     optimizer.build([w])

@@ -249,6 +249,18 @@ def test_contexts_within_each_other(way):
     assert not {"apply", "_watch"} & set(vars(loop.optimizer))
 
 
+def test_a_step_that_is_compiled_for_one_monitor_is_another_for_two():
+    loop = Loop(SGDNG(0.1))
+    inner, outer = BlockMonitor(), BlockMonitor()
+    with inner.watch(loop.optimizer):
+        loop(4)
+    with outer.watch(loop.optimizer), inner.watch(loop.optimizer):
+        loop(4)
+    assert recorded(outer) == [4, 5, 6, 7]
+    a, b = (m.history["gradient_norm"][-4:] for m in (inner, outer))
+    np.testing.assert_array_equal(a, b)
+
+
 def test_an_exception_within_leaves_nothing():
     loop = Loop(SGD(0.1))
     seen = BlockMonitor()
@@ -359,5 +371,23 @@ def test_on_two_replicas_there_is_one_record_a_step(make, in_function, every):
         for i in range(4):
             step(tf.constant(float(i)))
     assert recorded(seen) == list(range(0, 4, every))
+    norms = seen.history["gradient_norm"][0]
+    np.testing.assert_allclose(norms, [2 * 26**0.5, 4], rtol=1e-5)
+
+
+@TENSORFLOW
+def test_an_optimizer_that_is_built_on_two_replicas():
+    """Eagerly: in a `tf.function`, Keras's own raises."""
+    import tensorflow as tf
+    from test_replicas import two_replicas
+
+    strategy = two_replicas()
+    with strategy.scope():
+        loop = Loop(SGD(0.1, momentum=0.9))
+    seen = BlockMonitor()
+    with seen.watch(loop.optimizer):
+        for _ in range(2):
+            strategy.run(loop.eager, args=(tf.constant(0.0),))
+    assert recorded(seen) == [0, 1]
     norms = seen.history["gradient_norm"][0]
     np.testing.assert_allclose(norms, [2 * 26**0.5, 4], rtol=1e-5)

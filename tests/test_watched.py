@@ -89,6 +89,22 @@ def test_a_training_function_that_somebody_else_made_stays(change, before, behin
 
 
 @pytest.mark.parametrize("count", [1, 2])
+def test_a_training_function_that_was_made_at_the_end_stays(count, rng):
+    data = small_data(rng)
+    model = compiled(small_model(), SGD(0.1))
+    made = []
+
+    def remake(epoch, logs=None):
+        model.make_train_function(force=True)
+        made.append(model.train_function)
+
+    callbacks = [BlockMonitor(every=3) for _ in range(count)]
+    callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=remake))
+    model.fit(*data, batch_size=8, verbose=0, callbacks=callbacks)
+    assert model.train_function is made[-1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_model_that_is_compiled_between_two_fits(count, rng):
     data = small_data(rng)
     options = {"batch_size": 8, "shuffle": False, "verbose": 0}
@@ -338,6 +354,7 @@ def test_without_a_rule_the_gradient_is_the_one_before_l2(run_eagerly, rng):
         seen = BlockMonitor()
         model.fit(*data, batch_size=32, shuffle=False, verbose=0, callbacks=[seen])
         norms.append(seen.history["gradient_norm"])
+    assert (norms[0] > 0).all()
     np.testing.assert_allclose(norms[1], norms[0], rtol=1e-5)
 
 

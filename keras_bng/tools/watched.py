@@ -75,7 +75,9 @@ class Watched:
             return
         import tensorflow as tf
 
-        with tf.init_scope(), self.strategy.scope():
+        inside = tf.distribute.has_strategy() and tf.distribute.get_replica_context()
+        scope = contextlib.nullcontext() if inside else self.strategy.scope()
+        with tf.init_scope(), scope:
             self.gradient_rows, self.record = (
                 keras.Variable(
                     np.full((rows, len(self.blocks)), -1),
