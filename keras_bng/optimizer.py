@@ -15,7 +15,8 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_optimizer_map`: which of its optimizers a `MultiOptimizer` will give a variable.
 - `_iterations`: steps, where the public `iterations` counts accumulated updates.
 
-`Watch` replaces the first two, and `apply`, on an instance, of whichever optimizer.
+`Watch` replaces the first two, and `apply`, on an instance of any Keras optimizer; on one
+of ours it replaces `_normalized` and `_scaled` instead of the first two.
 """
 
 from __future__ import annotations
