@@ -14,9 +14,10 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_exclude_from_weight_decay*`: settings that `get_config` leaves out.
 - `_optimizer_map`: which of its optimizers a `MultiOptimizer` will give a variable.
 - `_iterations`: steps, where the public `iterations` counts accumulated updates.
+- `_distribution_strategy` (TensorFlow): in whose scope the optimizer was made.
 
-`Watch` replaces the first two, and `apply`, on an instance of any Keras optimizer; on one
-of ours it replaces `_normalized` and `_scaled` instead of the first two.
+`Watch` replaces the first two, and `apply`, on an instance of any Keras optimizer; on
+one of ours it replaces `_normalized` and `_scaled` instead of the first two.
 """
 
 from __future__ import annotations
@@ -631,6 +632,11 @@ def variables_of(optimizer: Any) -> list[Any]:
 def chooser_of(optimizer: Any) -> Callable[[Any], Any] | None:
     """The function by which a `MultiOptimizer` deals out variables in its `build`."""
     return getattr(optimizer, "_optimizer_map", None)
+
+
+def strategy_of(optimizer: Any) -> Any:
+    """The `tf.distribute.Strategy` of an optimizer; None on other backends."""
+    return getattr(optimizer, "_distribution_strategy", None)
 
 
 def steps_of(optimizer: Any) -> Any:

@@ -9,7 +9,14 @@ from helpers import arrays, some_gradients, some_variables, tensors, variable
 
 import keras_bng
 from keras_bng import SGDNG
-from keras_bng.optimizer import Watch, backend_class, chooser_of, steps_of, variables_of
+from keras_bng.optimizer import (
+    Watch,
+    backend_class,
+    chooser_of,
+    steps_of,
+    strategy_of,
+    variables_of,
+)
 
 SGD = keras.optimizers.SGD
 
@@ -78,6 +85,10 @@ def test_the_private_attributes_hold_what_we_read(rng):
     assert list(optimizer._trainable_variables) == variables
     assert [optimizer._get_variable_index(v) for v in variables] == [0, 1, 2, 3]
     optimizer.exclude_from_weight_decay(var_names=["bias"])
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        assert strategy_of(optimizer) is tf.distribute.get_strategy()
     names = [n for n in vars(optimizer) if n.startswith("_exclude_from_weight_decay")]
     assert len(names) >= 2
 

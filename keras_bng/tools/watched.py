@@ -14,7 +14,13 @@ from keras import ops
 from keras_bng.blocks import Block, BlockSpec, partition
 from keras_bng.normalize import values_of
 from keras_bng.norms import block_norms, under_xla
-from keras_bng.optimizer import BlockNormalized, Watch, steps_of, variables_of
+from keras_bng.optimizer import (
+    BlockNormalized,
+    Watch,
+    steps_of,
+    strategy_of,
+    variables_of,
+)
 
 NOT_IN_XLA = (
     "BlockMonitor.watch cannot see into a function that XLA compiles. Leave "
@@ -56,8 +62,8 @@ class Watched:
         self.gradient_rows: Any = None
         self.record: Any = None
         self.watch = Watch(optimizer, (), self.see, self.around)
-        self.strategy: Any = getattr(optimizer, "_distribution_strategy", None)
-        self.strategy = getattr(model, "distribute_strategy", self.strategy)
+        strategy = strategy_of(optimizer)
+        self.strategy: Any = getattr(model, "distribute_strategy", strategy)
         if optimizer.built:
             self.prepare()
 
