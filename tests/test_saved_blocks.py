@@ -168,7 +168,7 @@ def test_a_run_goes_on_on_another_backend(other, tmp_path):
     for name, model in models.items():
         with np.load(tmp_path / f"{name}-{other}.npz") as file:
             for a, b in zip(arrays(model.weights), file.values()):
-                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_under_mixed_float16_too(tmp_path):
