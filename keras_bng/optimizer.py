@@ -102,7 +102,7 @@ class BlockNormalized(Base):
         jit_compile: How a step called eagerly on TensorFlow runs: `"auto"` as one
             compiled function, with XLA if there is a GPU; `True` always with XLA;
             `False` op by op. Op by op runs, too, what may change in Python from step to
-            step: a `rule` or an `update_step` of your own, settings that are new.
+            step: an `update_step` of your own, and settings that are new.
     """
 
     def __init__(
@@ -308,8 +308,8 @@ class BlockNormalized(Base):
             return False
         if self.rule is None and not self.l2:
             return False  # bit for bit the stock optimizer
-        if self.rule is not None and type(self.rule) not in rules.NAMED_RULES.values():
-            return False  # a trace would freeze what it reads
+        if not rules.is_constant(self.rule) and self._uses_xla():
+            return False  # which cannot call back
         import tensorflow as tf
 
         return (
@@ -318,9 +318,19 @@ class BlockNormalized(Base):
             and self._updates_like_keras
         )
 
+    def _uses_xla(self) -> bool:
+        import tensorflow as tf
+
+        if self.jit_compile == "auto":
+            return bool(tf.config.list_logical_devices("GPU"))
+        return self.jit_compile is True
+
     def _settings(self) -> tuple[Any, ...]:
         """What a trace of the step freezes, to be compared with that of other steps."""
-        return self.rule, *(
+        rule = self.rule
+        if not rules.is_constant(rule):
+            rule = getattr(rule, "uses_weights", True)
+        return rule, *(
             (name, _plain(value))
             for name, value in vars(self).items()
             if _plain(value) is not None
@@ -339,13 +349,16 @@ class BlockNormalized(Base):
         import tensorflow as tf
 
         def traced(grads: Any, rate: Any) -> None:
-            with _set_for_now(self, "_learning_rate", rate):
+            rule = None if rules.is_constant(self.rule) else _PresentRule(self)
+            with (
+                _set_for_now(self, "_learning_rate", rate),
+                _set_for_now(self, "_rule", rule),
+            ):
                 step(grads, variables)
 
-        gpu = self.jit_compile == "auto" and tf.config.list_logical_devices("GPU")
         return tf.function(
             traced,
-            jit_compile=True if self.jit_compile is True or gpu else None,
+            jit_compile=self._uses_xla() or None,
             reduce_retracing=True,
             autograph=False,
         )
@@ -414,6 +427,29 @@ class BlockNormalized(Base):
                 "saved variables have other shapes or dtypes than its own.",
                 stacklevel=2,
             )
+
+
+class _PresentRule(rules.Rule):
+    """In a compiled step: the optimizer's rule, called in Python at each step.
+
+    It is somebody's own, and may read what changes.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.uses_weights = getattr(optimizer.rule, "uses_weights", True)
+
+    def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
+        import tensorflow as tf
+
+        def factor(gradient_norm: Any, weight_norm: Any = None) -> Any:
+            found = self.optimizer.rule(gradient_norm, weight_norm)
+            return ops.cast(check_factor(found, len(gradient_norm)), dtype)
+
+        dtype = gradient_norm.dtype
+        norms = [gradient_norm, weight_norm][: 1 + self.uses_weights]
+        found = tf.py_function(factor, norms, dtype)
+        return tf.ensure_shape(found, gradient_norm.shape)
 
 
 def _check_l2(l2: Any) -> None:

@@ -110,6 +110,11 @@ def get(rule: RuleSpec) -> Rule | Callable[[Any, Any], Any] | None:
     raise TypeError(f"`rule` has the wrong type. {ALLOWED} Received: rule={rule!r}")
 
 
+def is_constant(rule: Any) -> bool:
+    """Whether a trace may hold this rule: ours cannot change, others may."""
+    return rule is None or type(rule) in NAMED_RULES.values()
+
+
 def check_number(name: str, value: Any, positive: bool = False) -> None:
     """Raises unless `value` is a finite number, not negative (or above zero)."""
     allowed = "above 0" if positive else "of 0 or more"

@@ -7,6 +7,7 @@ import time
 import keras
 import numpy as np
 import pytest
+import reference
 from helpers import OPTIMIZERS, arrays, some_gradients, some_variables, tensors
 
 import keras_bng
@@ -208,6 +209,60 @@ def test_a_setting_that_is_new_at_each_step_is_not_compiled_at_each_step(
         optimizer.beta_2 = 0.9 + i % 4 / 100
         optimizer.apply(gradients, variables)
     assert len(traces) == 6
+
+
+@TENSORFLOW_ONLY
+@pytest.mark.parametrize("jit_compile", ["auto", True])
+def test_a_rule_of_ones_own_is_called_at_each_step_of_a_compiled_one(
+    rng, jit_compile, monkeypatch
+):
+    calls, traces = [], []
+    compiled = keras_bng.BlockNormalized._compiled
+
+    def counted(self, *args):
+        traces.append(args)
+        return compiled(self, *args)
+
+    monkeypatch.setattr(keras_bng.BlockNormalized, "_compiled", counted)
+
+    def in_numpy(gradient_norm, weight_norm):
+        calls.append(1)
+        return np.asarray(weight_norm) / np.asarray(gradient_norm) / len(calls)
+
+    w, g = keras.Variable([3.0, 4.0]), tensors([[5.0, 12.0]])
+    optimizer = SGDNG(1.0, momentum=0.0, rule=in_numpy, jit_compile=jit_compile)
+    optimizer.build([w])
+    calls.clear()
+    for i in range(1, 4):
+        before = arrays([w])[0].astype("float64")
+        optimizer.apply(g, [w])
+        length = reference.block_norm([arrays([w])[0] - before])
+        expected = reference.block_norm([before]) / i
+        np.testing.assert_allclose(length, expected, rtol=1e-5)
+    assert len(calls) == 3
+    # XLA cannot call back, so that such steps run op by op.
+    assert len(traces) == (1 if jit_compile == "auto" else 0)
+    for length in (0.5, 0.25):  # another object at each step
+        optimizer.rule = lambda norm, _, length=length: length / norm
+        before = arrays([w])[0].astype("float64")
+        optimizer.apply(g, [w])
+        moved = reference.block_norm([arrays([w])[0] - before])
+        np.testing.assert_allclose(moved, length, rtol=1e-5)
+    assert len(traces) <= 1
+
+
+@TENSORFLOW_ONLY
+def test_what_goes_wrong_in_a_rule_is_said():
+    def wrong(norm, _):
+        return norm if calls.append(1) or len(calls) < 3 else 1 / 0
+
+    calls = []
+    w, g = keras.Variable([3.0, 4.0]), tensors([[5.0, 12.0]])
+    optimizer = SGDNG(rule=wrong)
+    optimizer.build([w])
+    optimizer.apply(g, [w])
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        optimizer.apply(g, [w])
 
 
 @TENSORFLOW_ONLY
