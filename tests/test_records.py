@@ -8,7 +8,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from helpers import arrays, small_data
+from helpers import arrays, compiled, small_data
 
 from keras_bng import SGDNG, AdamNG, BlockMonitor
 
@@ -258,3 +258,39 @@ def test_recording_does_not_change_what_is_trained(rng, tmp_path):
         found.append(arrays(model.variables))
     for a, b in zip(*found):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGDNG"])
+@pytest.mark.parametrize("first", ["front", "back"])
+def test_runs_of_other_blocks_of_one_model_are_told_apart(name, first, rng):
+    """Layers that are frozen, or no longer, in a model that is compiled again."""
+    make = {"SGD": lambda: keras.optimizers.SGD(0.1), "SGDNG": lambda: SGDNG(0.1)}[name]
+    layers = [keras.layers.Dense(6, name="front"), keras.layers.Dense(3, name="back")]
+    model = keras.Sequential([keras.Input((6,)), *layers], name="model")
+    data = small_data(rng)
+    seen = BlockMonitor(every=2)
+    frozen = model.get_layer(first)
+    for trainable in (True, False, True):
+        frozen.trainable = trainable
+        compiled(model, make(), jit_compile=False)
+        model.fit(*data, batch_size=16, verbose=0, callbacks=[seen])
+    assert seen.history["step"].tolist() == [0, 2] * 3
+    assert seen.history["run"].tolist() == [0, 0, 1, 1, 2, 2]
+    expected = np.zeros((6, 2), bool)
+    expected[2:4, seen.blocks.index(f"model/{first}")] = True
+    np.testing.assert_array_equal(np.isnan(seen.history["gradient_norm"]), expected)
+
+
+def test_runs_that_have_no_block_in_common_are_told_apart(rng):
+    layers = [keras.layers.Dense(6, name="front"), keras.layers.Dense(3, name="back")]
+    model = keras.Sequential([keras.Input((6,)), *layers], name="model")
+    seen = BlockMonitor(every=2)
+    for layer, other in (layers, layers[::-1]):
+        layer.trainable, other.trainable = True, False
+        compiled(model, SGDNG(0.1), jit_compile=False)
+        model.fit(*small_data(rng), batch_size=16, verbose=0, callbacks=[seen])
+    assert seen.history["step"].tolist() == [0, 2] * 2
+    assert seen.history["run"].tolist() == [0, 0, 1, 1]
+    np.testing.assert_array_equal(
+        np.isnan(seen.history["gradient_norm"]), [[0, 1], [0, 1], [1, 0], [1, 0]]
+    )

@@ -165,6 +165,7 @@ class BlockMonitor(keras.callbacks.Callback):
             for part, _, _ in found:
                 self._name(part)
             self._of_model = self._stand_in.model
+            self._records.begin_unless_of(self._stand_in.group.parts)
             self._records.add(max(number for _, number, _ in found), found)
             self._next = self._next_record()
         else:

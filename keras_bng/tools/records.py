@@ -100,7 +100,7 @@ class Records:
             self.rows.insert(at, (step, row))
             self.runs.insert(at, run)
         for part, number, values in found:
-            self.last[part.names[0]] = part.optimizer, number
+            self.last.update(dict.fromkeys(part.names, (part.optimizer, number)))
             row[:, part.columns] = values
             if self.file:
                 lines = [self.lines[name] for name in part.names]
@@ -108,9 +108,19 @@ class Records:
             if self.events:
                 self.events.add(run, step, part.names, values)
 
+    def begin_unless_of(self, parts: Sequence[Watched]) -> None:
+        """A new run, if the last record was of none of these optimizers."""
+        now = {id(part.optimizer) for part in parts}
+        if not any(id(optimizer) in now for optimizer, _ in self.last.values()):
+            self.last = {}
+
     def _begins_again(self, part: Watched, number: int) -> bool:
-        optimizer, last = self.last.get(part.names[0], (part.optimizer, -1))
-        return optimizer is not part.optimizer or number <= last
+        # Not all of its blocks may be known: a layer was frozen, and is no longer.
+        known = [self.last[name] for name in part.names if name in self.last]
+        return any(
+            optimizer is not part.optimizer or number <= last
+            for optimizer, last in known
+        )
 
     def _next_run(self, step: int) -> int:
         """The next number, unless a run in the file goes on."""
