@@ -38,20 +38,21 @@ import numpy as np
 from keras import ops
 
 from keras_bng import rules
-from keras_bng.blocks import (
-    Block,
-    Blocks,
-    BlockSpec,
-    check_spec,
-    partition,
-    path_of,
-)
+from keras_bng.blocks import Block, Blocks, BlockSpec, check_spec, partition
 from keras_bng.normalize import (
     block_factors,
     check_factor,
     is_sparse,
     one_by_one,
     times,
+)
+from keras_bng.saving import (
+    SavedBlocks,
+    as_saved,
+    fits,
+    name_and_shape,
+    restored,
+    serialized,
 )
 
 # A mixin is always in front of a Keras optimizer.
@@ -73,7 +74,7 @@ class _Built:
 
     def __init__(self, blocks: Blocks, variables: list[Any], index_of: Any) -> None:
         self.blocks = blocks
-        self.variables = [_name_and_shape(v) for v in variables]
+        self.variables = [name_and_shape(v) for v in variables]
         self.block_of = {
             index_of(v): i for i, block in enumerate(blocks) for v in block.variables
         }
@@ -181,7 +182,7 @@ class BlockNormalized(Base):
         """Creates the base optimizer's state, the blocks and the counter."""
         if self.built:
             return
-        blocks = _restored(self._saved_blocks, variables)
+        blocks = restored(self._saved_blocks, variables)
         if blocks is None:
             blocks = partition(variables, self._block_spec)
         _check_factors_of(self.rule, blocks)
@@ -369,10 +370,10 @@ class BlockNormalized(Base):
         return {**super().get_config(), **self._block_config()}
 
     def _block_config(self) -> dict[str, Any]:
-        blocks = _serialized("blocks", self._block_spec)
+        blocks = serialized("blocks", self._block_spec)
         config = {
             "blocks": blocks,
-            "rule": _serialized("rule", self.rule),
+            "rule": serialized("rule", self.rule),
             "l2": self.l2,
             "jit_compile": self.jit_compile,
         }
@@ -392,7 +393,7 @@ class BlockNormalized(Base):
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         config = dict(config)
         saved = config.pop("partition", None)
-        if saved is not None and saved["of"] != _as_saved(config.get("blocks")):
+        if saved is not None and saved["of"] != as_saved(config.get("blocks")):
             saved = None  # somebody has asked for other blocks since
         for name in ("blocks", "rule"):
             if isinstance(config.get(name), dict):
@@ -401,7 +402,7 @@ class BlockNormalized(Base):
                 )
         optimizer = cls._made_from(config, custom_objects)
         if saved is not None:
-            optimizer._saved_blocks = _SavedBlocks(saved)
+            optimizer._saved_blocks = SavedBlocks(saved)
         return optimizer
 
     @classmethod
@@ -416,7 +417,7 @@ class BlockNormalized(Base):
         if len(store.keys()) != len(ours):
             return super().load_own_variables(store)  # for its warning
         saved = [store[str(i)] for i in range(len(ours))]
-        if all(map(_fits, saved, ours)):
+        if all(map(fits, saved, ours)):
             for variable, value in zip(ours, saved):
                 variable.assign(value)
         elif len(ours) < len(self.variables):
@@ -576,71 +577,6 @@ def live_learning_rate(optimizer: Any) -> Any:
     return (
         float(ops.convert_to_numpy(rate)) if isinstance(rate, keras.Variable) else rate
     )
-
-
-# Blocks in a saved config, by position: paths are others when a model is loaded.
-
-
-class _SavedBlocks:
-    """A plain object, because Keras would track, and wrap, lists in an attribute."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-
-
-def _restored(saved: _SavedBlocks | None, variables: list[Any]) -> Blocks | None:
-    """The saved blocks, if these are variables like those that they were made of."""
-    if saved is None:
-        return None
-    if _as_saved(saved.config["variables"]) != [_name_and_shape(v) for v in variables]:
-        return None
-    blocks = []
-    for name, positions in saved.config["blocks"]:
-        members = {id(variables[i]): variables[i] for i in positions}  # tied ones once
-        blocks.append(Block(name, tuple(members.values())))
-    positions = [positions for _, positions in saved.config["blocks"]]
-    return Blocks(blocks, positions, len(variables))
-
-
-def _name_and_shape(variable: Any) -> list[Any]:
-    """What a variable keeps when its model is loaded. Keras may number names anew."""
-    name = path_of(variable).rpartition("/")[2]
-    return [re.sub(r"(_\d+)?$", "", name), [int(n) for n in variable.shape]]
-
-
-def _as_saved(value: Any) -> Any:
-    """Tuples as lists, as JSON has them."""
-    if isinstance(value, (list, tuple)):
-        return [_as_saved(v) for v in value]
-    return value
-
-
-def _fits(saved: Any, variable: Any) -> bool:
-    counts = "int" in keras.backend.standardize_dtype(variable.dtype)
-    return tuple(saved.shape) == tuple(variable.shape) and counts == (
-        np.dtype(saved.dtype).kind in "iu"
-    )
-
-
-def _serialized(argument: str, value: Any) -> Any:
-    """A callable or rule as a config, or an error that says how to make it one."""
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (list, tuple)):
-        return _as_saved(value)
-    help_text = (
-        f"The `{argument}` {value!r} cannot be saved. Define it at the top level of a "
-        "module and register it: put `@keras.saving.register_keras_serializable()` "
-        "above the function, or above the class, which then needs `get_config`."
-    )
-    if getattr(value, "__name__", "") == "<lambda>":
-        raise ValueError(help_text)
-    try:
-        config = keras.saving.serialize_keras_object(value)
-        keras.saving.deserialize_keras_object(config)
-    except Exception as error:
-        raise ValueError(help_text) from error
-    return config
 
 
 def _signature(cls: Any) -> inspect.Signature:
