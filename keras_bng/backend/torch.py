@@ -296,9 +296,12 @@ def _sgd(group: Group) -> None:
 
 
 def _adam(group: Group) -> None:
-    settings, step = group.settings, group.step
+    settings = group.settings
     beta_1, beta_2 = settings["beta_1"], settings["beta_2"]
-    rate = group.rates[0] * math.sqrt(1 - beta_2**step) / (1 - beta_1**step)
+    # In the variables' precision, as Keras: at the first steps that is seen.
+    betas = torch.tensor([beta_1, beta_2], dtype=group.values[0].dtype, device="cpu")
+    power_1, power_2 = betas.pow(group.step).tolist()
+    rate = group.rates[0] * math.sqrt(1 - power_2) / (1 - power_1)
     late = torch.full((), LATE, device=group.values[0].device)
     kernels._fused_adam_(
         group.values,
