@@ -103,9 +103,12 @@ def block_factors(
     """The factor of each block, with blocks given by position in `gradients`."""
     raw = [backend.with_shape(_as_tensor(g), w) for g, w in zip(gradients, weights)]
     members = [[i for i in block if raw[i] is not None] for block in members]
+    names = _names_of_dtypes(raw)
     for i in (i for block in members for i in block):
-        raw[i] = _as_float(raw[i], weights[i], i)
-    dtype = _norm_dtype(raw)
+        if "float" not in names[raw[i].dtype]:
+            raw[i] = _as_float(raw[i], weights[i], i)
+            names |= _names_of_dtypes([raw[i]])
+    dtype = "float64" if "float64" in names.values() else "float32"
     entries = [None if g is None else backend.values_of(g) for g in raw]
     gradient_norm = backend.block_norms(entries, members, dtype)
     weight_norm = None
@@ -184,7 +187,7 @@ def _as_tensor(gradient: Any) -> Any:
     if gradient is None:
         return None
     if not is_sparse(gradient):
-        return ops.convert_to_tensor(gradient)
+        return backend.as_tensor(gradient)
     order = ops.argsort(gradient.indices)
     indices = ops.take(gradient.indices, order)
     is_new = ops.cast(indices[1:] != indices[:-1], "int32")
@@ -205,8 +208,6 @@ def _as_tensor(gradient: Any) -> Any:
 def _as_float(gradient: Any, weight: Any, position: int) -> Any:
     """Integers become floats, as in Keras's own updates; complex ones are refused."""
     dtype = keras.backend.standardize_dtype(gradient.dtype)
-    if "float" in dtype:
-        return gradient
     if "complex" in dtype:
         name = getattr(weight, "path", None) or getattr(weight, "name", None)
         raise TypeError(
@@ -222,8 +223,6 @@ def _as_float(gradient: Any, weight: Any, position: int) -> Any:
     return ops.cast(gradient, target)
 
 
-def _norm_dtype(tensors: Sequence[Any]) -> str:
-    dtypes = {
-        keras.backend.standardize_dtype(t.dtype) for t in tensors if t is not None
-    }
-    return "float64" if "float64" in dtypes else "float32"
+def _names_of_dtypes(tensors: Sequence[Any]) -> dict[Any, str]:
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    return {dtype: keras.backend.standardize_dtype(dtype) for dtype in dtypes}

@@ -106,6 +106,32 @@ class _Built:
             index_of(v): i for i, block in enumerate(blocks) for v in block.variables
         }
         self.eager_steps: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.places: dict[Any, Any] = {}
+        self.places_of(variables, index_of)
+
+    def places_of(self, variables: list[Any], index_of: Any) -> _Places:
+        """Of the variables of a step, which mostly are those of the last one."""
+        key = tuple(map(id, variables))
+        if key not in self.places:
+            index = list(map(index_of, variables))
+            owners = [self.block_of.get(i) for i in index]
+            members: list[list[int]] = [[] for _ in self.blocks]
+            for position, block in enumerate(owners):
+                if block is not None:
+                    members[block].append(position)
+            if len(self.places) == EAGER_STEPS:
+                self.places.clear()
+            # With the variables, so that nobody else can have their ids.
+            self.places[key] = variables, _Places(index, owners, members)
+        return self.places[key][1]
+
+
+class _Places(NamedTuple):
+    """Where a step's variables stand."""
+
+    indices: list[int]  # in the list given to `build`
+    owners: list[int | None]  # the block of each
+    members: list[list[int]]  # of each block, positions in this step
 
 
 class BlockNormalized(Base):
@@ -250,7 +276,7 @@ class BlockNormalized(Base):
         factors: list[Any] = [None] * len(variables)
         if found is not None:
             grads, factors = found.raw, self._of_each(found.factor, variables)
-            learning_rate = self._rates(learning_rate, factors)
+            learning_rate = self._rates(learning_rate, found.factor, variables)
         if self.l2:
             kept: list[Any] = [None] * len(variables)
             if found is not None:
@@ -270,13 +296,11 @@ class BlockNormalized(Base):
 
     def _found(self, gradients: Any, variables: Any) -> Factors | None:
         """The factor of each block, or None if there is nothing to normalize."""
-        owners = self._owners(variables)
-        if self.rule is None or all(block is None for block in owners):
+        if self.rule is None:
             return None
-        members: list[list[int]] = [[] for _ in self.blocks]
-        for i, block in enumerate(owners):
-            if block is not None:
-                members[block].append(i)
+        members = self._places(variables).members
+        if not any(members):
+            return None
         found = block_factors(gradients, variables, members, self.rule)
         dropped = ops.sum(ops.cast(ops.logical_not(found.kept), "int32"))
         if not backend.counts_here(self._skipped_blocks):
@@ -284,18 +308,17 @@ class BlockNormalized(Base):
         self._skipped_blocks.assign_add(ops.cast(dropped, self._skipped_blocks.dtype))
         return found
 
-    def _owners(self, variables: list[Any]) -> list[int | None]:
-        """The block of each variable, by its number."""
+    def _places(self, variables: list[Any]) -> _Places:
         assert self._built_blocks is not None
-        block_of = self._built_blocks.block_of
-        return [block_of.get(self._get_variable_index(v)) for v in variables]
+        return self._built_blocks.places_of(variables, self._get_variable_index)
 
     def _of_each(self, vector: Any, variables: list[Any]) -> list[Any]:
         """Of each variable, what a vector has for its block; None if it is in none."""
         numbers = backend.one_by_one(vector)
-        return [None if b is None else numbers[b] for b in self._owners(variables)]
+        owners = self._places(variables).owners
+        return [None if b is None else numbers[b] for b in owners]
 
-    def _rates(self, learning_rate: Any, factors: list[Any]) -> Any:
+    def _rates(self, learning_rate: Any, factor: Any, variables: list[Any]) -> Any:
         """The learning rate, or a list of one for each variable."""
         return learning_rate
 
@@ -317,14 +340,14 @@ class BlockNormalized(Base):
         ]
         if not all(states):  # a momentum, say, that was set after `build`
             return everything
-        index = list(map(self._get_variable_index, variables))
+        indices = self._places(variables).indices
         return backend.update(
             base.name,
             {name: getattr(self, name) for name in base.settings},
             gradients,
             factors,
             variables,
-            [[kind[i] for i in index] for kind in states],
+            [[kind[i] for i in indices] for kind in states],
             learning_rate,
             self.iterations + 1,
         )

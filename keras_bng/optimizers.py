@@ -224,17 +224,12 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         super().build(variables)
         self._accumulators = self.add_optimizer_variables(variables, "accumulator")
 
-    def _rates(self, learning_rate: Any, factors: list[Any]) -> list[Any]:
+    def _rates(self, learning_rate: Any, factor: Any, variables: Any) -> list[Any]:
         """Times the block's norm: the raw gradient is the normalized one times that."""
-        rates = []
-        for factor in factors:
-            rate = learning_rate
-            if factor is not None:
-                known = factor > 0
-                norm = ops.where(known, 1.0 / ops.where(known, factor, 1.0), 0.0)
-                rate = ops.cast(rate, norm.dtype) * norm
-            rates.append(rate)
-        return rates
+        known = factor > 0
+        norm = ops.where(known, 1.0 / ops.where(known, factor, 1.0), 0.0)
+        rates = self._of_each(ops.cast(learning_rate, norm.dtype) * norm, variables)
+        return [learning_rate if rate is None else rate for rate in rates]
 
     def _base_update(self, gradients: Any, variables: Any, learning_rate: Any) -> None:
         rates = learning_rate
@@ -250,7 +245,9 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         with raised_for(variable.dtype, self, "_delta"):
             root = ops.add(ops.sqrt(accumulator), self.delta)
         # The rate may be more than float16 can hold; the step is not.
-        step = ops.multiply(ops.cast(gradient, learning_rate.dtype), learning_rate)
+        of_variable = keras.backend.standardize_dtype(variable.dtype)
+        dtype = "float64" if of_variable == "float64" else "float32"
+        step = ops.multiply(ops.cast(gradient, dtype), ops.cast(learning_rate, dtype))
         self.assign_sub(variable, ops.divide(ops.cast(step, variable.dtype), root))
 
     def get_config(self) -> dict[str, Any]:

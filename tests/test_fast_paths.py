@@ -98,6 +98,7 @@ def of_twin(case, dtype, l2):
         update=common.update,
         block_norms=plain["block_norms"],
         times=plain["times"],
+        one_by_one=common.one_by_one,
     ):
         return found(optimizer, weights, lambda g: optimizer.apply(g, weights), dtype)
 

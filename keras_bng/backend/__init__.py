@@ -27,10 +27,13 @@ def _module() -> Any:
     return importlib.import_module(name) if importlib.util.find_spec(name) else common
 
 
-_OF_THIS_BACKEND = _module()
-
-
 def __getattr__(name: str) -> Any:
-    """What the backend's module has; what it has not, `common` has."""
-    found = getattr(_OF_THIS_BACKEND, name, None)
-    return getattr(common, name) if found is None else found
+    """Nothing: what there is, is put in here below. For type checkers."""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_OF_THIS_BACKEND = _module()
+for _of_module in (common, _OF_THIS_BACKEND):
+    globals().update(
+        {name: x for name, x in vars(_of_module).items() if not name.startswith("_")}
+    )

@@ -35,6 +35,10 @@ def tiny(dtype: str) -> float:
     return float(np.finfo(dtype).tiny)
 
 
+def as_tensor(gradient: Any) -> Any:
+    return ops.convert_to_tensor(gradient)
+
+
 def values_of(tensor: Any) -> Any:
     """The values of a tensor or variable; of a sparse one, its rows."""
     if is_sparse(tensor):
@@ -57,7 +61,7 @@ def times(gradient: Any, factor: Any) -> Any:
 
 
 def one_by_one(vector: Any) -> list[Any]:
-    """The numbers in a vector, each a tensor of its own."""
+    """The numbers in a vector, each a tensor of its own, or a float."""
     return ops.unstack(vector, vector.shape[0])
 
 

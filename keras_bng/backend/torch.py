@@ -27,21 +27,33 @@ TINY, HUGE = float(np.finfo("float32").tiny), float(np.finfo("float32").max)
 LATE = 2.0**30
 
 
+def as_tensor(gradient: Any) -> Any:
+    """See `common`."""
+    is_one = isinstance(gradient, torch.Tensor)
+    return gradient if is_one else keras.ops.convert_to_tensor(gradient)
+
+
+def values_of(tensor: Any) -> Any:
+    """See `common`."""
+    return as_tensor(tensor.value if isinstance(tensor, keras.Variable) else tensor)
+
+
 def times(gradient: Any, factor: Any) -> Any:
-    """`normalize.times`; on a CPU in one pass."""
+    """`normalize.times`; in one pass where the factor is a number."""
     if gradient is None:
         return None
-    if not _is_compiling() and factor.device.type == "cpu" and not factor:
+    if isinstance(factor, torch.Tensor):
+        product = gradient.to(factor.dtype) * factor
+        return torch.where(factor == 0, 0.0, product).to(gradient.dtype)
+    if not factor:
         return torch.zeros_like(gradient)
-    product = gradient.to(factor.dtype) * factor
-    if _is_compiling() or factor.device.type != "cpu":  # where to ask is to wait
-        product = torch.where(factor == 0, 0.0, product)
-    return product.to(gradient.dtype)
+    wide = gradient if gradient.dtype in DTYPES.values() else gradient.float()
+    return (wide * factor).to(gradient.dtype)
 
 
 def one_by_one(vector: Any) -> list[Any]:
     """See `common`."""
-    return list(vector.unbind())
+    return list(vector.unbind()) if _is_compiling() else vector.tolist()
 
 
 def _is_compiling() -> bool:
@@ -66,8 +78,9 @@ def block_norms(
     ends = []
     for block in members:
         for i in block:
-            flat = tensors[i].reshape(-1).to(DTYPES[dtype])
-            pieces += flat.split(PIECE) if len(flat) > PIECE else [flat]
+            tensor = tensors[i].to(DTYPES[dtype])
+            is_long = tensor.numel() > PIECE
+            pieces += tensor.reshape(-1).split(PIECE) if is_long else [tensor]
         ends.append(len(pieces))
     if not pieces:
         return torch.zeros(len(members), dtype=DTYPES[dtype])
@@ -76,7 +89,7 @@ def block_norms(
         floor = least(1, dtype)
         norms = [
             norm
-            if norm * norm > len(piece) * floor and norm < math.inf
+            if norm * norm > piece.numel() * floor and norm < math.inf
             else _careful_norm(piece)
             for norm, piece in zip(norms, pieces)
         ]
@@ -87,7 +100,7 @@ def block_norms(
 
 def _careful_norm(piece: Any) -> float:
     """Where squares over- or underflow; of a layer that is dead, a look is enough."""
-    if not len(piece):
+    if not piece.numel():
         return 0.0
     low, high = torch.aminmax(piece)
     largest = max(-float(low), float(high))
@@ -133,40 +146,49 @@ def update(
         return []
     if base not in KERNELS or _is_compiling():
         return everything
-    groups: dict[Any, list[int]] = {}
-    for i, tensors in enumerate(zip(gradients, values, *state_values)):
-        if _fits(tensors):
-            groups.setdefault((tensors[0].dtype, tensors[0].device), []).append(i)
-    numbers = _numbers(factors)
-    rates = _numbers(rate if isinstance(rate, list) else [rate] * len(values))
-    done = set()
-    for (_, device), members in groups.items():
-        if has_fused_kernels(device.type):
+    of_all = not isinstance(rate, list)
+    rates = [_number(rate)] * len(values) if of_all else list(map(_number, rate))
+    done: set[int] = set()
+    for members in _groups([gradients, values, *state_values]):
+        if has_fused_kernels(values[members[0]].device.type):
             KERNELS[base](
                 Group(
                     settings,
                     [values[i] for i in members],
                     [gradients[i] for i in members],
-                    [numbers[i] for i in members],
+                    [factors[i] for i in members],
                     [[kind[i] for i in members] for kind in state_values],
                     [rates[i] for i in members],
                     _number(step),
                 )
             )
             done.update(members)
-    return [i for i in everything if i not in done]
+    return [i for i in everything if i not in done] if len(done) < len(values) else []
 
 
-def _fits(tensors: Sequence[Any]) -> bool:
-    """Whether kernels take a gradient, its variable and state. Halves are for the
-    plain path, with its epsilon."""
-    dtype, device = tensors[0].dtype, tensors[0].device
-    return dtype in DTYPES.values() and all(
-        type(t) in (torch.Tensor, torch.nn.Parameter)
-        and t.dtype == dtype
-        and t.device == device
-        and t.is_contiguous()
-        for t in tensors
+def _groups(kinds: list[Sequence[Any]]) -> list[list[int]]:
+    """The positions of what a kernel takes together: gradients, variables and state.
+
+    Halves are for the plain path, with its epsilon.
+    """
+    first = kinds[0][0]
+    if all(_fit(kind, first.dtype, first.device) for kind in kinds):
+        return [list(range(len(kinds[0])))]
+    groups: dict[Any, list[int]] = {}
+    for i, tensors in enumerate(zip(*kinds)):
+        dtype, device = tensors[0].dtype, tensors[0].device
+        if _fit(tensors, dtype, device):
+            groups.setdefault((dtype, device), []).append(i)
+    return list(groups.values())
+
+
+def _fit(tensors: Sequence[Any], dtype: Any, device: Any) -> bool:
+    return (
+        dtype in DTYPES.values()
+        and {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
+        and all(t.dtype is dtype for t in tensors)
+        and all(t.device == device for t in tensors)
+        and all(map(torch.Tensor.is_contiguous, tensors))
     )
 
 
@@ -207,14 +229,6 @@ def has_fused_kernels(device: str) -> bool:
 def _number(x: Any) -> float:
     x = x.value if isinstance(x, keras.Variable) else x
     return x.item() if isinstance(x, torch.Tensor) else float(x)
-
-
-def _numbers(values: Sequence[Any]) -> list[Any]:
-    """Tensors as numbers, read all at once; others as they are."""
-    values = [v.value if isinstance(v, keras.Variable) else v for v in values]
-    known = [v for v in values if isinstance(v, torch.Tensor)]
-    found = iter(torch.stack(known).tolist() if known else ())
-    return [next(found) if isinstance(v, torch.Tensor) else v for v in values]
 
 
 def _scaled(gradients: Sequence[Any], factors: Sequence[float]) -> list[Any]:
