@@ -18,6 +18,7 @@ import imagenet_resnet
 import mnist_mlp
 import penn_treebank_lstm as penn
 import rotten_tomatoes_cnn as rotten
+import shelf
 
 PUBLISHED = pathlib.Path(harness.__file__).parent / "results"
 
@@ -81,14 +82,13 @@ def test_a_command_finds_its_results_and_writes_its_section(
     assert written == (
         {section: (PUBLISHED / f"{section}.md").read_text()} if section else {}
     )
-    for path in PUBLISHED.glob("*/*.json"):
-        kept = published / path.parent.name / path.name
-        assert kept.read_bytes() == path.read_bytes()
+    for path in PUBLISHED.glob("*.jsonl"):
+        assert (published / path.name).read_bytes() == path.read_bytes()
 
 
 def test_no_result_and_no_section_is_left_out_here():
-    numbers = [number for _, _, number, _ in COMMANDS]
-    assert sum(numbers) == len([*PUBLISHED.glob("*/*.json")])
+    numbers = [len(shelf.read(path)) for path in PUBLISHED.glob("*.jsonl")]
+    assert sum(numbers) == sum(number for _, _, number, _ in COMMANDS)
     sections = {section for *_, section in COMMANDS if section}
     not_run = {imagenet_resnet.EXPERIMENT}  # written by hand, see its test
     assert {path.stem for path in PUBLISHED.glob("*.md")} == sections | not_run
