@@ -39,9 +39,11 @@ def for_training(
     """Those of an epoch, or so many; without a smaller one at its end."""
     batches = _Batches(model, most)
     model.train_function = batches
-    # `fit` builds the optimizer that it finds, and lets it finish its averages.
-    model.optimizer = keras.optimizers.SGD(0.0)
-    with _nothing_else(model, batches) as options:
+    # `fit` builds the optimizer that it finds, and lets it finish its averages. Past
+    # `setattr`, by which TensorFlow would track it for checkpoints.
+    vars(model)["optimizer"] = keras.optimizers.SGD(0.0)
+    # Which Keras raises, on JAX, where there is no batch.
+    with contextlib.suppress(StopIteration), _nothing_else(model, batches) as options:
         model.fit(x, y, batch_size, sample_weight=sample_weight, **options)
     found = _some(batches.found[:most], "x")
     if len(found) > 1 and rows_of(found[-1]) < rows_of(found[0]):

@@ -10,7 +10,7 @@ import numpy as np
 
 from keras_bng.tools.rates_found import RatesFound
 
-# Of the loss: what rates on a plateau may differ by, at most.
+# Of the loss: on a plateau, less than this is nothing.
 HAIR = 0.01
 NOTHING = (
     "No rate made the loss smaller than it is at the start, beyond the noise of the "
@@ -50,37 +50,45 @@ def picked(trial: Trial) -> RatesFound:
     known = np.isfinite(ends).all(1)
     losses[known] = np.average(ends[known], axis=1, weights=weights)
     lowest = int(np.argmin(losses))
-    learned = losses < at_start - np.maximum(_noise(start), _noise(ends[lowest]))
-    flat = _is_flat(curves[lowest], _noise(ends[lowest]))
-    margins = [_margin(end, ends[lowest], losses[lowest], flat) for end in ends]
+    noises = np.array([_noise(start - end) for end in ends])
+    learned = losses < at_start - np.maximum(noises, _hair(start, at_start))
+    flat = np.array([_is_flat(curve, _noise(end)) for curve, end in zip(curves, ends)])
+    margins = np.array([_margin(end, ends[lowest]) for end in ends])
+    if flat[lowest]:
+        margins = np.maximum(margins, _hair(ends[lowest], losses[lowest]))
     alike = learned & (losses <= losses[lowest] + margins)
     best = int(np.flatnonzero(alike)[-1]) if alike.any() else None
     found = RatesFound(
-        trial.rates, losses, curves, at_start, trial.judged_by, best, learned
+        trial.rates, losses, curves, at_start, trial.judged_by, best, learned, flat
     )
     if steps > 1 and (curves == curves[0]).all():
         raise RuntimeError(NO_DIFFERENCE.format(table=found))
     if best is None:
         raise RuntimeError(NOTHING.format(steps=steps, table=found))
-    if flat and alike.sum() > 1:
+    if flat[lowest] and alike.sum() > 1:
         text = PLATEAU.format(loss=losses[lowest], steps=steps)
         warnings.warn(text, stacklevel=3)
     return found
 
 
-def _margin(end: np.ndarray, lowest: np.ndarray, loss: float, flat: bool) -> float:
+def _margin(end: np.ndarray, lowest: np.ndarray) -> float:
     """How far above the lowest loss a rate may end, and count as equally good.
 
     That is the noise of the difference; but a rate whose losses jump is not excused by
-    its jumps. On a plateau differences are tiny and steady, and mean nothing: there it
-    is what one batch differs from another by.
+    its jumps.
     """
-    if not np.isfinite(end).all():
+    return min(_noise(end - lowest), math.sqrt(2) * _noise(lowest))
+
+
+def _hair(losses: np.ndarray, mean: float) -> float:
+    """What is no progress, although on the same batches it may be beyond their noise.
+
+    On a plateau differences are tiny and steady, and mean nothing: there, what one
+    batch differs from another by counts, up to a hundredth of the loss.
+    """
+    if len(losses) < 2 or not np.isfinite(losses).all():
         return 0.0
-    margin = min(_noise(end - lowest), math.sqrt(2) * _noise(lowest))
-    if flat and len(lowest) > 1:
-        margin = max(margin, min(2 * lowest.std(ddof=1), HAIR * abs(loss)))
-    return margin
+    return float(min(2 * losses.std(ddof=1), HAIR * abs(mean)))
 
 
 def _noise(losses: np.ndarray) -> float:

@@ -61,7 +61,8 @@ class Search:
     ) -> None:
         """Takes the batches, builds what is not built, and makes the functions."""
         model = self.model
-        optimizer = fresh_copy(model.optimizer)
+        with backend.scope_of(model):
+            optimizer = fresh_copy(model.optimizer)
         self.batches = rate_batches.for_training(
             model, steps, x, y, sample_weight, batch_size
         )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 BEST, GREY = "#e34a33", "#999999"
+SPAN = 0.5  # of the loss at the start: how far above it losses are drawn
 POINTS = 100  # that a curve is drawn with: means over so many parts of the steps
 
 
@@ -31,11 +32,12 @@ class RatesFound:
         judged_by: str,
         best: int | None,
         learned: np.ndarray,
+        flat: np.ndarray,
     ) -> None:
         self.rates, self.losses, self.curves = rates, losses, curves
         self.loss_at_start, self.judged_by = loss_at_start, judged_by
         self.best = float("nan") if best is None else float(rates[best])
-        self._best, self._learned = best, learned
+        self._best, self._learned, self._flat = best, learned, flat
 
     def __repr__(self) -> str:
         return f"<RatesFound best={self.best:g} of {len(self.rates)}>"
@@ -52,14 +54,14 @@ class RatesFound:
 
     def _became(self, i: int) -> str:
         if i == self._best:
-            return "<- the best"
+            return "the best"
         if not np.isfinite(self.losses[i]):
             (steps,) = np.nonzero(~np.isfinite(self.curves[i]))
             return (
                 f"not finite, at step {steps[0] + 1:,}" if len(steps) else "not finite"
             )
         if self._learned[i]:
-            return ""
+            return "no longer falls" if self._flat[i] else "still falls"
         worse = self.losses[i] > self.loss_at_start
         return "worse than at the start" if worse else "no better than at the start"
 
@@ -115,7 +117,7 @@ class RatesFound:
             ax.plot(*at, "o", color=BEST, ms=9, label=f"best: {self.best:g}")
             ax.legend(frameon=False)
         ax.set_xscale("log")
-        _set_scale(ax, [*self.losses[known], self.loss_at_start])
+        self._set_scale(ax, self.losses[known])
         ax.set_xlabel("learning rate")
         ax.set_ylabel("loss")
         ax.set_title(
@@ -134,11 +136,7 @@ class RatesFound:
                 zorder=3 if best else 2,
                 label=f"{self.rates[i]:g}",
             )
-        drawn = np.concatenate([losses for _, losses in means])
-        usual = drawn[drawn <= 2 * max(self.loss_at_start, np.nanmin(drawn))]
-        if len(usual) and 0 < len(usual) < len(drawn):
-            ax.set_ylim(top=usual.max() * 1.05)
-        _set_scale(ax, usual)
+        self._set_scale(ax, np.concatenate([losses for _, losses in means]))
         ax.set_xlabel("step")
         ax.set_title("loss of the batches, smoothed", fontsize=9)
         ax.legend(
@@ -149,11 +147,20 @@ class RatesFound:
             bbox_to_anchor=(1, 0.5),
         )
 
-
-def _set_scale(ax: Any, values: Any) -> None:
-    """Logarithmic, where it spans a decade or more."""
-    if len(values) and np.min(values) > 0 and np.max(values) > 10 * np.min(values):
-        ax.set_yscale("log")
+    def _set_scale(self, ax: Any, losses: np.ndarray) -> None:
+        """What is far above the start is cut off: the others are of interest."""
+        top = self.loss_at_start + SPAN * abs(self.loss_at_start)
+        shown = np.append(losses, self.loss_at_start)
+        shown = shown[np.isfinite(shown) & (shown <= top)]
+        if not len(shown):
+            return
+        low, high = shown.min(), shown.max()
+        if low > 0 and high > 10 * low:
+            ax.set_yscale("log")
+            ax.set_ylim(low / 1.3, high * 1.3)
+        else:
+            space = 0.05 * (high - low) or 1.0
+            ax.set_ylim(low - space, high + space)
 
 
 def _means(curve: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
