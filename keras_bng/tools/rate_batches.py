@@ -68,7 +68,9 @@ def _nothing_else(model: Any, batches: _Batches) -> Iterator[dict[str, Any]]:
     vars(model)["get_metrics_result"] = dict  # metrics may not be built yet
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Your input ran out of data")
+            # As `fit` warns: of data that ends, and of data that is in its own order.
+            for text in ("Your input ran out of data", "`shuffle=True` was passed"):
+                warnings.filterwarnings("ignore", text)
             yield {"callbacks": [batches], "verbose": 0}
     finally:
         del vars(model)["get_metrics_result"]

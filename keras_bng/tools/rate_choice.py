@@ -77,6 +77,8 @@ def _margin(end: np.ndarray, lowest: np.ndarray) -> float:
     That is the noise of the difference; but a rate whose losses jump is not excused by
     its jumps.
     """
+    if not np.isfinite(end).all():
+        return 0.0
     return min(_noise(end - lowest), math.sqrt(2) * _noise(lowest))
 
 
