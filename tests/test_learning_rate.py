@@ -36,7 +36,9 @@ def state_of(model):
     optimizer = model.optimizer
     values = [*model.variables, *model.metrics_variables, *optimizer.variables]
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    modules = model.modules() if BACKEND == "torch" else ()
     objects = (
+        [module.training for module in modules],
         optimizer,
         optimizer.built,
         len(optimizer.variables),
@@ -83,6 +85,8 @@ def test_the_model_is_left_as_it_was_bit_for_bit(name, rng):
         model.fit(*data, batch_size=8, verbose=0)
     else:
         model.test_on_batch(*data)  # so that there are metrics
+        if BACKEND == "torch":
+            model.train()
     before = state_of(model)
     find_learning_rate(model, *data, validation_data=data, **FEW)
     assert_same_state(model, before)
@@ -335,10 +339,14 @@ def test_a_step_of_ones_own_is_what_trains(rng):
                 return {"loss": logs["loss"] + 100}, state
             return {"loss": super().train_step(*args)["loss"] + 100}
 
-    model = compiled(Own(), AdamNG())  # which is not built
+    model = compiled(Own(), AdamNG(), metrics=["accuracy"])  # which is not built
     found = find_learning_rate(model, *small_data(rng), **FEW)
     assert found.best in RATES and 100 < found.loss_at_start < 110
     assert not model.optimizer.built
+    assert len(model.metrics_variables) > 2  # that were built in the search
+    assert not np.any(
+        np.concatenate([a.ravel() for a in arrays(model.metrics_variables)])
+    )
 
 
 def test_a_model_that_cannot_be_built_says_so(rng):
@@ -352,15 +360,30 @@ def test_a_model_that_cannot_be_built_says_so(rng):
     assert model.train_function is None and isinstance(model.optimizer, AdamNG)
 
 
-def test_other_optimizers_of_the_model_are_put_back_too(rng):
-    model, data = dropout_model(), small_data(rng)
+def test_another_optimizer_of_the_model_must_be_built(rng):
+    model = dropout_model()
     model.other = keras.optimizers.SGD(0.1)
     with pytest.raises(ValueError, match="beside `model.optimizer`"):
-        find_learning_rate(model, *data, **FEW)
+        find_learning_rate(model, *small_data(rng), **FEW)
+
+
+@pytest.mark.skipif(BACKEND == "jax", reason="there `fit` has one optimizer")
+def test_other_optimizers_of_the_model_are_put_back_too(rng):
+    seen = []
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            seen.append(self.same is self.optimizer)
+            self.other.iterations.assign_add(1)
+            return super().train_step(data)
+
+    model = compiled(Own(small_model().layers), AdamNG())
+    model.other = keras.optimizers.SGD(0.1)
     model.other.build(model.trainable_variables)
     model.same = model.optimizer  # under another name
-    find_learning_rate(model, *data, **FEW)
-    assert model.same is model.optimizer
+    find_learning_rate(model, *small_data(rng), **FEW)
+    assert int(model.other.iterations.numpy()) == 0
+    assert all(seen) and model.same is model.optimizer
 
 
 def test_a_rate_whose_loss_is_not_finite_ends_early_and_ranks_last(rng):

@@ -96,15 +96,16 @@ def keeper_beside(model: Any) -> Callable[[], Any]:
         return lambda: None
     import torch
 
-    modes = [(module, module.training) for module in model.modules()]
+    # By name: Keras makes those that hold parameters anew.
+    modes = {name: module.training for name, module in model.named_modules()}
     gradients = [(weight, weight.grad) for weight in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def put_back() -> None:
-        for module, mode in modes:
-            module.training = mode
+        for name, module in model.named_modules():
+            module.training = modes.get(name, model.training)
         for weight, gradient in gradients:
             weight.grad = gradient
         for buffer, value in buffers:
@@ -120,17 +121,6 @@ def scope_of(model: Any) -> Any:
     """Where the model's variables are made, on TensorFlow."""
     strategy = getattr(model, "distribute_strategy", None)
     return strategy.scope() if strategy is not None else contextlib.nullcontext()
-
-
-def copied(batch: Any) -> Any:
-    """A batch to keep: a generator may fill the same array again."""
-
-    def copy(x: Any) -> Any:
-        if keras.backend.backend() == "torch" and hasattr(x, "clone"):
-            return x.clone()
-        return np.array(x) if isinstance(x, np.ndarray) else x
-
-    return keras.tree.map_structure(copy, batch)
 
 
 def parts_of(array: Any) -> list[Any]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
-from keras_bng.tools._rates_backend import copied, parts_of
+from keras_bng.tools._rates_backend import parts_of
 
 
 class _Batches(keras.callbacks.Callback):
@@ -23,7 +24,7 @@ class _Batches(keras.callbacks.Callback):
     def __call__(self, *args: Any) -> Any:
         iterator = iter(args[-1])  # on JAX, the state comes before it
         for _ in range(self.each):
-            self.found.append(copied(next(iterator)))
+            self.found.append(keras.tree.map_structure(_copied, next(iterator)))
         return ({}, args[0]) if len(args) > 1 else {}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -80,6 +81,11 @@ def _some(batches: list[Any], name: str) -> list[Any]:
     if not batches:
         raise ValueError(f"`{name}` must have a batch or more. Received: none.")
     return batches
+
+
+def _copied(array: Any) -> Any:
+    """To be kept: a generator may fill the same array again."""
+    return np.array(array) if isinstance(array, np.ndarray) else array
 
 
 def rows_of(batch: Any) -> int:
