@@ -10,11 +10,8 @@ method asks for. Not a matter of speed: `docs/beside.md` has what this prints.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from importlib.metadata import version
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np

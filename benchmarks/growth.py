@@ -13,7 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import report, timing, variables
-from benchmarks.update_step import OPTIMIZERS, first_step
+from benchmarks.optimizers import OPTIMIZERS
+from benchmarks.steps import first_step
+from benchmarks.tensorflow_step import new_step
 
 PAIRS = {"SGDNG": "SGD", "AdamNG": "Adam"}
 
@@ -42,7 +44,8 @@ def measure(shapes: Any, names: list[str], rounds: int) -> dict[str, Any]:
     gradients = variables.gradients(shapes)
     cases, first = {}, {}
     for name in names:
-        cases[name], first[name] = first_step(name, "graph", shapes, gradients)
+        step = new_step(name, "graph", shapes)
+        cases[name], first[name] = first_step(step, gradients)
         cases[name]()
     times = timing.interleaved(cases, rounds, seconds=0.1 * rounds)
     return {
@@ -73,7 +76,7 @@ def by_rows(rows: list[int], rounds: int) -> dict[str, Any]:
         gradients = variables.gradients(shapes)
         for name in ("plain SGD", "plain SGDNG"):
             key = f"{name}, {count} rows"
-            cases[key], _ = first_step(name, "graph", shapes, gradients)
+            cases[key], _ = first_step(new_step(name, "graph", shapes), gradients)
             cases[key]()
     times = timing.interleaved(cases, rounds, seconds=0.1 * rounds)
     results = {}

@@ -7,13 +7,15 @@ a process of its own: TensorFlow keeps what it once had; only a first step shows
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from benchmarks import backends
 
 
 class Copy:
@@ -34,14 +36,12 @@ class Copy:
 
 def first_peak(optimizer: str, mode: str, workload: str) -> int | None:
     """By how many bytes a process's first step raises its memory; median of five."""
-    command = [sys.executable, "-m", "benchmarks.memory", optimizer, mode, workload]
     peaks = []
     for _ in range(5):
-        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        last = printed.stdout.split()[-1]
-        if last == "None":
+        [peak] = backends.answers("tensorflow", "memory", optimizer, mode, workload)
+        if peak is None:
             return None
-        peaks.append(int(last))
+        peaks.append(peak)
     return int(np.median(peaks))
 
 
@@ -63,18 +63,16 @@ def _status(key: str) -> int:
 
 
 def main() -> None:
-    from benchmarks import update_step, variables
+    from benchmarks import tensorflow_step, variables
     from benchmarks.shapes import WORKLOADS, dense
 
     name, mode, workload = sys.argv[1:]
     few = dense(1, 2)  # what comes once in a process
-    update_step.new_step(name, mode, few)(variables.gradients(few))
+    tensorflow_step.new_step(name, mode, few)(variables.gradients(few))
     shapes = WORKLOADS[workload]
-    step, gradients = (
-        update_step.new_step(name, mode, shapes),
-        variables.gradients(shapes),
-    )
-    print(peak_extra_bytes(lambda: step(gradients)))
+    step = tensorflow_step.new_step(name, mode, shapes)
+    gradients = variables.gradients(shapes)
+    print(json.dumps(peak_extra_bytes(lambda: step(gradients))))
 
 
 if __name__ == "__main__":

@@ -12,20 +12,16 @@ ten. The first turn, which traces, does not count.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import tempfile
 import time
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import keras
 import numpy as np
 
-from benchmarks import report, timing
-from benchmarks.train_step import MODELS
-from benchmarks.update_step import OPTIMIZERS
+from benchmarks import models, report, timing
+from benchmarks.optimizers import OPTIMIZERS
 from keras_bng import BlockMonitor
 
 EVERY = 10
@@ -51,15 +47,8 @@ def trained(name: str, optimizer: str, monitor: BlockMonitor) -> tuple[Any, list
     """A function that does a turn, and where its steps go: a row for each record."""
     import tensorflow as tf
 
-    make, shape, words, label_shape, classes, _ = MODELS[name]
-    rng = np.random.default_rng(0)
-    x = rng.random(shape, "float32") if words is None else rng.integers(0, words, shape)
-    y = rng.integers(0, classes, label_shape)
-    keras.utils.set_random_seed(0)
-    model = make()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(OPTIMIZERS[optimizer](), loss, jit_compile=False)
-    batches = tf.data.Dataset.from_tensors((x, y)).repeat()
+    model = models.compiled(name, OPTIMIZERS[optimizer]())
+    batches = tf.data.Dataset.from_tensors(models.batch(name)).repeat()
     clock, rows = Clock(), []
 
     def turn() -> None:

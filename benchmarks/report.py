@@ -11,7 +11,7 @@ import pathlib
 from typing import Any
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-PACKAGES = ("keras", "tensorflow", "jax", "optax", "numpy")
+PACKAGES = ("keras", "tensorflow", "jax", "optax", "torch", "numpy")
 
 
 def arguments(doc: str) -> argparse.ArgumentParser:
@@ -80,6 +80,16 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def spread(ratio: dict[str, float]) -> str:
     return f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+
+
+def points(axis: Any, places: list[float], ratios: list[Any], label: str) -> None:
+    """Medians with their quartiles."""
+    errors = [
+        [r["median"] - r["low"] for r in ratios],
+        [r["high"] - r["median"] for r in ratios],
+    ]
+    medians = [r["median"] for r in ratios]
+    axis.errorbar(places, medians, errors, fmt="o", ms=5, capsize=2, label=label)
 
 
 def figure(*args: Any, **kwargs: Any) -> Any:

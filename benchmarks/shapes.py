@@ -1,11 +1,25 @@
-"""The variables of four models, by path and shape: nothing else matters to a step."""
+"""The variables of five models, by path and shape: nothing else matters to a step."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 
-def resnet(depth: int) -> dict[str, tuple[int, ...]]:
+Shapes = dict[str, tuple[int, ...]]
+
+
+def mlp() -> Shapes:
+    """The paper's MLP of 18 layers for MNIST."""
+    widths = [784, *[100] * 17, 10]
+    shapes: Shapes = {}
+    for i, (inputs, units) in enumerate(pairwise(widths)):
+        shapes[f"dense_{i}/kernel"] = (inputs, units)
+        shapes[f"dense_{i}/bias"] = (units,)
+    return shapes
+
+
+def resnet(depth: int) -> Shapes:
     """ResNet-20, 32, ..., 110 of He et al. for CIFAR-10."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: Shapes = {}
     channels, count = 3, 0
     for width in (16, 32, 64):
         blocks = (depth - 2) // 3 + (width == 16)  # the first convolution comes on top
@@ -17,16 +31,16 @@ def resnet(depth: int) -> dict[str, tuple[int, ...]]:
     return {**shapes, "dense/kernel": (64, 10), "dense/bias": (10,)}
 
 
-def dense(layers: int, width: int) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+def dense(layers: int, width: int) -> Shapes:
+    shapes: Shapes = {}
     for i in range(layers):
         shapes[f"dense_{i}/kernel"] = (width, width)
         shapes[f"dense_{i}/bias"] = (width,)
     return shapes
 
 
-def language_model(words: int = 10_000, units: int = 200) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"embedding/embeddings": (words, units)}
+def language_model(words: int = 10_000, units: int = 200) -> Shapes:
+    shapes: Shapes = {"embedding/embeddings": (words, units)}
     for i in range(2):
         shapes[f"lstm_{i}/lstm_cell/kernel"] = (units, 4 * units)
         shapes[f"lstm_{i}/lstm_cell/recurrent_kernel"] = (units, 4 * units)
@@ -34,10 +48,18 @@ def language_model(words: int = 10_000, units: int = 200) -> dict[str, tuple[int
     return {**shapes, "dense/kernel": (units, words), "dense/bias": (words,)}
 
 
+def layers(shapes: Shapes) -> list[str]:
+    """The layer of each variable."""
+    return [path.rsplit("/", 1)[0] for path in shapes]
+
+
+LARGE = "6 dense 2048"  # 25 M parameters
+QUICK = "3 dense 64"  # not one of the workloads: only to see that all works
 WORKLOADS = {
+    "MLP": mlp(),
     "ResNet-20": resnet(20),
     "ResNet-110": resnet(110),
-    "6 dense 2048": dense(6, 2048),
+    LARGE: dense(6, 2048),
     "LSTM": language_model(),
 }
 SPARSE_ROWS = 4000  # batch 100, 40 words: the rows of an embedding that a step touches

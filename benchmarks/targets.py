@@ -1,98 +1,162 @@
-"""Our targets beside what the last full benchmarks measured, as a table for the README.
+"""Our targets beside what the last full benchmarks measured, as two tables.
 
 python -m benchmarks.targets
 """
 
 from __future__ import annotations
 
-import json
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import report
+from benchmarks.shapes import LARGE, WORKLOADS
+from benchmarks.train_step import MLP
+from benchmarks.update_step import MODES
 
-LARGE = "6 dense 2048"
-
-SMALLER = ("ResNet-20", "ResNet-110")
-PAIRS = {"SGDNG": "SGD", "AdamNG": "Adam"}
+NAMES = {"AdamNG": "Adam", "SGDNG": "SGD"}
+COLUMNS = {"MLP": "MLP", "ResNet-20": "ResNet-20", "ResNet-110": "ResNet-110"}
+COLUMNS |= {LARGE: "25 M", "other": "other"}
+BACKENDS = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "torch"}
 LARGEST_BLOCK = 4 * (2048 * 2048 + 2048)  # bytes, in the workload LARGE
-Measured = dict[str, Any]  # from a label to a ratio with its quartiles, or a number
+
+# A step / stock Keras's, at most: on the MLP, ResNet-20, ResNet-110 and 25 M.
+STEPS = {
+    ("eager", "AdamNG"): (0.08, 0.08, 0.05, 0.25),
+    ("eager", "SGDNG"): (0.12, 0.1, 0.1, 0.45),
+    ("graph", "AdamNG"): (1.05, 1.0, 1.0, 0.5),
+    ("graph", "SGDNG"): (1.0, 1.0, 1.0, 0.75),
+    ("xla", "AdamNG"): (1.1, 1.05, 1.05, 1.2),
+    ("xla", "SGDNG"): (1.1, 1.05, 1.05, 1.25),
+    ("jax", "AdamNG"): (1.1, 1.1, 1.1, 1.2),
+    ("jax", "SGDNG"): (1.1, 1.1, 1.1, 1.3),
+    ("torch", "AdamNG"): (0.65, 0.65, 0.6, 0.25),
+    ("torch", "SGDNG"): (2.0, 2.0, 2.0, 1.6),
+}
+BY_HAND = 1.1  # on torch, a step / the same by hand
+OTHERS = ("RMSpropNG", "AdagradNG", "AdagradBNG")
+BELOW_STOCK = 0.99  # those in a graph, 25 M: below 1.00
+FIRST_STEPS = {  # ResNet-110 and 25 M
+    ("graph", "AdamNG"): 0.7,
+    ("graph", "SGDNG"): 1.1,
+    ("xla", "AdamNG"): 1.1,
+    ("xla", "SGDNG"): 2.0,
+}
+FITS = {  # of the MLP
+    ("tensorflow", "AdamNG"): 1.03,
+    ("tensorflow", "SGDNG"): 1.03,
+    ("jax", "AdamNG"): 1.05,
+    ("jax", "SGDNG"): 1.05,
+    ("torch", "AdamNG"): 1.0,
+    ("torch", "SGDNG"): 1.1,
+}
+LARGER_FITS = 1.02  # ResNet-20, text CNN, LSTM on TensorFlow
+BLOCKS = 1.0  # peak memory over stock's, in largest blocks
+SPARSE = 1.5  # a step on 1,000,000 rows / on 10,000
 
 
-def targets(steps: Any, fits: Any, growth: Any) -> Iterator[tuple[str, Any, Measured]]:
-    """What, at most how much, and all that was measured of it."""
+class Results:
+    """What was measured: a ratio with its quartiles, a number, or None."""
 
-    def step(workload: str, mode: str, name: str, key: str = "ratio") -> Any:
-        return steps[f"{workload}, {mode}"]["rows"][name][key]
+    def __init__(self, folder: pathlib.Path) -> None:
+        names = ("update_step", "train_step", "growth")
+        self.results = {name: report.load(folder, name) for name in names}
 
-    for name, target in (("AdamNG", 1.15), ("SGDNG", 1.25)):
-        found = {mode: step(LARGE, mode, name) for mode in ("graph", "xla")}
-        yield f"{name} / {PAIRS[name]}, 25 M parameters", target, found
-    for mode in ("graph", "xla"):
-        found = {
-            f"{workload} {name}": step(workload, mode, name)
-            for workload in SMALLER
-            for name in PAIRS
+    def at(self, *keys: str) -> Any:
+        found: Any = self.results
+        for key in keys:
+            found = (found or {}).get(key)
+        return found
+
+    def step(self, workload: str, mode: str, name: str, key: str = "ratio") -> Any:
+        return self.at("update_step", f"{workload}, {mode}", "rows", name, key)
+
+    def fit(self, model: str, backend: str, name: str) -> Any:
+        return self.at("train_step", f"{model}, {backend}", "rows", name, "ratio")
+
+    def blocks(self, mode: str, name: str) -> float | None:
+        """By how much the peak memory is over stock's, in largest blocks."""
+        peaks = [
+            self.step(LARGE, mode, n, "peak_extra_bytes") for n in (name, NAMES[name])
+        ]
+        return None if None in peaks else (peaks[0] - peaks[1]) / LARGEST_BLOCK
+
+
+def rows(found: Results) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """What, which optimizer, and the cells by column."""
+    for (mode, name), limits in STEPS.items():
+        cells = {
+            workload: cell(limit, found.step(workload, mode, name))
+            for workload, limit in zip(COLUMNS, limits)
         }
-        yield f"NG / stock, shapes of ResNets, {mode}", 1.10, found
-    for name, target in (("AdamNG", 0.05), ("SGDNG", 0.10)):
-        found = {"": step("ResNet-110", "eager", name)}
-        yield f"eager {name} / eager {PAIRS[name]}, ResNet-110", target, found
-    for mode in ("graph", "xla"):
-        found = {
-            f"{workload} {name}": step(workload, mode, name, "first_ratio")
-            for workload in (*SMALLER, LARGE)
-            for name in PAIRS
+        yield MODES[mode][1], name, cells
+    for name in OTHERS:
+        ratio = found.step(LARGE, "graph", name)
+        yield "TensorFlow, graph", name, {LARGE: cell(BELOW_STOCK, ratio)}
+    for name in NAMES:
+        by_hand = {w: found.step(w, "torch", name, "by_hand_ratio") for w in WORKLOADS}
+        cells = {w: cell(BY_HAND, ratio) for w, ratio in by_hand.items()}
+        yield "torch / by hand in torch", name, cells
+    for (mode, name), limit in FIRST_STEPS.items():
+        cells = {
+            workload: cell(limit, found.step(workload, mode, name, "first_ratio"))
+            for workload in ("ResNet-110", LARGE)
         }
-        yield f"first step / stock's, {mode}", 1.25, found
-    found = {
-        name: step("ResNet-110", "eager", name, "steps_to_pay_back") for name in PAIRS
-    }
-    yield "eager steps that pay back the trace, ResNet-110", 20, found
-    for name, base in PAIRS.items():
-        found = {model: result["rows"][name]["ratio"] for model, result in fits.items()}
-        yield f"`fit` with {name} / with {base}", 1.03, found
-    found = {
-        workload: step(workload, "jax", "AdamNG")
-        for workload in (*SMALLER, LARGE, "LSTM")
-    }
-    yield "JAX: AdamNG / optax chained by hand", 1.10, found
-    found = {}
+        yield f"first step, {MODES[mode][1]}", name, cells
+    for (backend, name), limit in FITS.items():
+        cells = {"MLP": cell(limit, found.fit(MLP, backend, name))}
+        if backend == "tensorflow":
+            larger = {
+                model: cell(LARGER_FITS, found.fit(model, backend, name))
+                for model in ("ResNet-20", "text CNN", "LSTM")
+            }
+            cells["ResNet-20"] = larger.pop("ResNet-20")
+            cells["other"] = "; ".join(f"{m} {text}" for m, text in larger.items())
+        yield f"`fit`, {BACKENDS[backend]}", name, cells
     for mode in ("graph", "xla"):
-        for name, base in PAIRS.items():
-            peak, stock = (
-                step(LARGE, mode, n, "peak_extra_bytes") for n in (name, base)
-            )
-            found[f"{mode} {name}"] = (peak - stock) / LARGEST_BLOCK
-    yield "peak memory over stock's, 25 M parameters, in largest blocks", 1, found
-    ratio = growth["rows"]["plain SGDNG, 1000000 rows"]["ratio"]
-    yield "sparse SGDNG, 1,000,000 rows / 10,000, 4,000 touched", 1.5, {"": ratio}
+        for name in NAMES:
+            what = f"peak memory over stock's, in largest blocks, {MODES[mode][1]}"
+            yield what, name, {LARGE: cell(BLOCKS, found.blocks(mode, name))}
+    ratio = found.at("growth", "rows", "plain SGDNG, 1000000 rows", "ratio")
+    what = "1,000,000 sparse rows / 10,000, 4,000 touched, TensorFlow, graph"
+    yield what, "SGDNG", {"other": cell(SPARSE, ratio)}
 
 
-def cell(target: float, found: Measured) -> str:
-    """The measured values, those that miss the target in bold."""
-    parts = []
-    for label, value in found.items():
-        is_ratio = isinstance(value, dict)
-        number = value["median"] if is_ratio else value
-        text = report.spread(value) if is_ratio else f"{value:.1f}"
-        text = text if round(number, 2) <= target else f"**{text}**"
-        parts.append(f"{label} {text}".strip())
-    return "; ".join(parts)
+def cell(limit: float, value: Any) -> str:
+    """What was measured and what it should be at most; a miss in bold."""
+    if value is None:
+        return "not measured"
+    is_ratio = isinstance(value, dict)
+    text = report.spread(value) if is_ratio else f"{value:.1f}"
+    met = round(value["median"] if is_ratio else value, 2) <= limit
+    return f"{text} ≤ {limit:g}" if met else f"**{text} > {limit:g}**"
 
 
-def table() -> str:
-    results = [
-        json.loads((report.RESULTS / f"{name}.json").read_text())["results"]
-        for name in ("update_step", "train_step", "growth")
+def table(folder: pathlib.Path = report.RESULTS) -> str:
+    """All targets: median [quartiles] ≤ target, or in bold > target."""
+    lines = [
+        [what, name, *(cells.get(column, "") for column in COLUMNS)]
+        for what, name, cells in rows(Results(folder))
     ]
-    rows = [
-        f"| {what} | {target:g} | {cell(target, found)} |"
-        for what, target, found in targets(*results)
-    ]
-    header = ["| what | at most | measured: median [quartiles] |", "|---|---|---|"]
-    return "\n".join(header + rows)
+    return report.table(["time / stock Keras's", "", *COLUMNS.values()], lines)
+
+
+def small_table(folder: pathlib.Path = report.RESULTS) -> str:
+    """What a user gains: only medians, of the smallest and the largest workload."""
+    found = Results(folder)
+    header = ["time / stock Keras's"]
+    lines = [[title] for _, title in MODES.values()]
+    lines += [[f"`fit`, {title}"] for title in BACKENDS.values()]
+    for name in NAMES:
+        for workload in ("MLP", LARGE):
+            header.append(f"{name}, {COLUMNS[workload]}")
+            ratios = [found.step(workload, mode, name) for mode in MODES]
+            fits = [found.fit(MLP, backend, name) for backend in BACKENDS]
+            ratios += fits if workload == "MLP" else [None] * len(fits)
+            for line, ratio in zip(lines, ratios):
+                line.append(f"{ratio['median']:.2f}" if ratio else "")
+    return report.table(header, lines)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(f"{small_table()}\n\n{table()}")

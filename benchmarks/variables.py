@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from benchmarks.shapes import SPARSE_ROWS
+from benchmarks.shapes import SPARSE_ROWS, Shapes
 
 
-def make(shapes: dict[str, tuple[int, ...]]) -> list[keras.Variable]:
+def make(shapes: Shapes) -> list[keras.Variable]:
     """Variables with these paths, as layers would make them."""
     return [_variable(path, shape) for path, shape in shapes.items()]
 
@@ -24,7 +24,7 @@ def _variable(path: str, shape: tuple[int, ...]) -> keras.Variable:
         return keras.Variable(np.full(shape, 0.1, "float32"), name=name)
 
 
-def gradients(shapes: dict[str, tuple[int, ...]]) -> list[Any]:
+def gradients(shapes: Shapes) -> list[Any]:
     """Random ones; of an embedding on TensorFlow, `SPARSE_ROWS` rows."""
     rng = np.random.default_rng(0)
     sparse = keras.backend.backend() == "tensorflow"

@@ -17,8 +17,9 @@ PAGES = {
 
 def on_files(files: Files, config: Any) -> Files:
     outside = {uri: ROOT / path for uri, path in PAGES.items()}
-    for picture in sorted((ROOT / "examples" / "results").glob("*.png")):
-        outside[f"results/{picture.name}"] = picture
+    for folder in ("examples", "benchmarks"):
+        for picture in sorted((ROOT / folder / "results").glob("*.png")):
+            outside[f"results/{picture.name}"] = picture
     for uri, path in outside.items():
         files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files

@@ -281,7 +281,7 @@ def main(arguments: Any = None) -> list[Result]:
     ]
     blocks = features(digits.train[0])
     labels = tf.constant(digits.train[1] % 2, "float64")
-    if not all(run.path(options.out).exists() for run in runs):
+    if not all(harness.results(runs, options.out)):
         print("Looking for the minimum x*.", flush=True)
         best = minimum(blocks, labels)
     results = harness.train_all(

@@ -1,7 +1,8 @@
 """What the experiments share: algorithms by the paper's names, flags, runs, results.
 
-A run is one training: an algorithm, its settings, a seed. Its result is one JSON file,
-written when the run is done. Giving a command again trains only what has no file yet.
+A run is one training: an algorithm, its settings, a seed. Its result is one line of
+`<out>/<experiment>.jsonl`, written when the run is done. Giving a command again trains
+only what has no line yet.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
+import shelf
 
 from keras_bng import SGDNG, AdagradBNG, AdagradNG, AdamNG, Adaptive, Clip
 
@@ -138,14 +140,20 @@ class Run:
     settings: dict[str, Any]
     seed: int
 
-    def path(self, out: pathlib.Path) -> pathlib.Path:
+    @property
+    def name(self) -> str:
+        """What tells it from the other runs of its experiment."""
         settings = "_".join(f"{k}={v}" for k, v in self.settings.items())
         name = f"{self.algorithm}_{settings}_seed={self.seed}"
-        return out / self.experiment / (re.sub(r"[^\w=.,-]+", "-", name) + ".json")
+        return re.sub(r"[^\w=.,-]+", "-", name)
+
+    def path(self, out: pathlib.Path, suffix: str) -> pathlib.Path:
+        """Where it keeps what is no line of results, such as its model."""
+        return out / self.experiment / (self.name + suffix)
 
     def backup(self, out: pathlib.Path) -> pathlib.Path:
         """The directory of the last whole epoch, while the run is not done."""
-        return self.path(out).with_suffix(".unfinished")
+        return self.path(out, ".unfinished")
 
     def __str__(self) -> str:
         settings = ", ".join(f"{k} {v}" for k, v in self.settings.items())
@@ -162,7 +170,7 @@ def train_all(
     provenance: str,
 ) -> list[Result]:
     """Trains what has no result yet. Returns all results, in the order of `runs`."""
-    left = [run for run in runs if not run.path(out).exists()]
+    left = [run for run, done in zip(runs, results(runs, out)) if not done]
     if len(left) < len(runs):
         print(f"{len(runs) - len(left)} of {len(runs)} runs are in {out} already.")
     started = time.perf_counter()
@@ -181,11 +189,11 @@ def train_all(
             rest = (now - started) / (i + 1) * (len(left) - i - 1)
             print(f"{now - before:.0f} s; left: about {rest / 60:.1f} min", flush=True)
     except KeyboardInterrupt:
-        done = sum(run.path(out).exists() for run in runs)
+        done = sum(map(bool, results(runs, out)))
         print(f"\nStopped. {done} of {len(runs)} runs are kept in {out}.")
         print("Give the same command again to go on.")
         sys.exit(130)
-    return [read(run.path(out)) for run in runs]
+    return results(runs, out)
 
 
 class Backup(keras.callbacks.Callback):
@@ -291,7 +299,6 @@ def write(
     out: pathlib.Path,
     provenance: str,
 ) -> None:
-    """One JSON, in its place at once or not at all."""
     result = {
         **dataclasses.asdict(run),
         "data": provenance,
@@ -302,7 +309,7 @@ def write(
         "cores": os.cpu_count(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
-    write_text(run.path(out), json.dumps(result, indent=1) + "\n")
+    shelf.append(out / f"{run.experiment}.jsonl", result)
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -321,9 +328,26 @@ def read(path: pathlib.Path) -> Result:
         ) from error
 
 
+def _finished(out: pathlib.Path, experiment: str) -> dict[str, Result]:
+    """Results by the names of their runs; of a run that is there twice, the last.
+
+    Once each was a file, `<out>/<experiment>/<name>.json`: those count as well.
+    """
+    found = [read(path) for path in sorted((out / experiment).glob("*.json"))]
+    found += shelf.read(out / f"{experiment}.jsonl")
+    identity = [field.name for field in dataclasses.fields(Run)]
+    return {Run(*(result[key] for key in identity)).name: result for result in found}
+
+
+def results(runs: Sequence[Run], out: pathlib.Path) -> list[Any]:
+    """The result of each run, or None where it is not finished."""
+    done = {name: _finished(out, name) for name in {run.experiment for run in runs}}
+    return [done[run.experiment].get(run.name) for run in runs]
+
+
 def read_all(out: pathlib.Path, experiment: str) -> list[Result]:
-    """Every finished run of an experiment, whichever command made it."""
-    return [read(path) for path in sorted((out / experiment).glob("*.json"))]
+    """Every finished run of an experiment, whichever command made it, by name."""
+    return [result for _, result in sorted(_finished(out, experiment).items())]
 
 
 def verbosity() -> int:

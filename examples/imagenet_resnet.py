@@ -10,7 +10,7 @@ The paper, after 50 epochs of batches of 64, about a week each on a GPU: top-1 e
 ImageNet must be there, or its two files in TFDS's manual directory: without them the
 script says which, and from where. `--precision mixed_float16` and `--xla` are for GPUs;
 several GPUs are all used. A run that is stopped goes on after its last whole epoch.
-Each trained model is kept beside its result. `--export DIR` writes them as SavedModels
+Each trained model is kept in `--out`, too. `--export DIR` writes them as SavedModels
 also, which take images of 224 x 224 x 3 from 0 to 255.
 
 Measured: nothing on ImageNet, for we have none. On noise in its shape (the mock data of
@@ -187,7 +187,7 @@ def train(run: Run, images: data.Stream, out: pathlib.Path) -> dict[str, list[fl
 
 
 def model_path(run: Run, out: pathlib.Path) -> pathlib.Path:
-    return run.path(out).with_suffix(".keras")
+    return run.path(out, ".keras")
 
 
 def export(path: pathlib.Path, folder: pathlib.Path) -> None:

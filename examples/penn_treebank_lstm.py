@@ -183,7 +183,7 @@ def train(
 
 
 def weights_path(run: Run, out: pathlib.Path) -> pathlib.Path:
-    return run.path(out).with_suffix(".weights.h5")
+    return run.path(out, ".weights.h5")
 
 
 def generate(
@@ -261,7 +261,7 @@ def train_all(
     if options.export:
         for run in runs:
             path = weights_path(run, options.out)
-            export(path, lookup, options.export / run.path(options.out).stem)
+            export(path, lookup, options.export / run.name)
     return results
 
 

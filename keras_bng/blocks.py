@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-import gc
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import keras
+from keras_bng import backend
 
 BlockSpec: TypeAlias = (
     str | Callable[[Any], str | None] | Sequence[tuple[str, str | None]]
 )
 # A block's name, and what tells it apart from others of that name.
 Key: TypeAlias = tuple[str, int | str]
-
-# The path of a variable that Keras had to name itself.
-AUTOMATIC = re.compile(r"(^|/)variable(_\d+)?$")
 
 NAMED_SPECS = ("layer", "variable", "model")
 ALLOWED = (
@@ -68,34 +64,7 @@ def path_of(variable: Any) -> str:
 
 def paths_of(variables: Sequence[Any]) -> list[str]:
     """The path of each variable, by which `partition` finds its layer."""
-    paths = [path_of(variable) for variable in variables]
-    if keras.backend.backend() == "torch" and any(map(AUTOMATIC.search, paths)):
-        in_modules = _paths_in_torch_modules()
-        paths = [in_modules.get(id(v), path) for v, path in zip(variables, paths)]
-    return paths
-
-
-def _paths_in_torch_modules() -> dict[int, str]:
-    """By `id`, paths of what a `TorchModuleWrapper` holds: it names no variable itself.
-
-    No variable leads to its wrapper, so the wrappers are looked for in memory.
-    """
-    paths: dict[int, str] = {}
-    for layer in gc.get_objects():
-        # Not `isinstance`, which asks an object for its class: dead proxies raise.
-        if not issubclass(type(layer), keras.layers.TorchModuleWrapper):
-            continue
-        module = getattr(layer, "module", None)
-        if module is None:  # its `__init__` has failed
-            continue
-        names = {id(p): name for name, p in module.named_parameters()}
-        for variable in layer.weights:
-            name = names.get(id(variable.value))
-            if name is not None and AUTOMATIC.search(variable.path):
-                scope = variable.path.rpartition("/")[0]
-                above = layer.path or f"{scope}/{layer.name}".lstrip("/")
-                paths[id(variable)] = f"{above}/{name.replace('.', '/')}"
-    return paths
+    return backend.paths_of(variables, [path_of(variable) for variable in variables])
 
 
 def check_spec(blocks: BlockSpec) -> BlockSpec:

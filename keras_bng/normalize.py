@@ -1,7 +1,8 @@
 """The method itself: one factor a block, `rule(norm of gradient, norm of weights)`.
 
-The division by the norm is `Unit.__call__` in `rules.py`; the norms that it gets are
-made in `norms.py`; the multiplication is `times`, here.
+The division by the norm is `Unit.__call__` in `rules.py`; the norm that it gets is
+`block_norms`, the multiplication `times`, both here in plain `keras.ops`. A step runs
+faster ones, from `keras_bng/backend/`; tests compare them with these.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 from keras import ops
 
-from keras_bng import rules
+from keras_bng import backend, rules
+from keras_bng.backend.common import is_sparse, tiny, with_values
 from keras_bng.blocks import Block, Blocks
-from keras_bng.norms import block_norms, graph_if, tiny, under_xla
-
-WINDOW = 256  # of a vector, in `one_by_one`
 
 
 class Factors(NamedTuple):
@@ -72,9 +70,9 @@ def normalize(
     members = _members(weights, blocks)
     found = block_factors(gradients, weights, members, rule)
     scaled = list(found.raw)
-    for block, factor in zip(members, one_by_one(found.factor)):
+    for block, factor in zip(members, backend.one_by_one(found.factor)):
         for i in block:
-            scaled[i] = times(scaled[i], factor)
+            scaled[i] = backend.times(scaled[i], factor)
     return scaled
 
 
@@ -103,17 +101,20 @@ def block_factors(
     rule: Any,
 ) -> Factors:
     """The factor of each block, with blocks given by position in `gradients`."""
-    raw = [_with_shape(_as_tensor(g), w) for g, w in zip(gradients, weights)]
+    raw = [backend.with_shape(_as_tensor(g), w) for g, w in zip(gradients, weights)]
     members = [[i for i in block if raw[i] is not None] for block in members]
+    names = _names_of_dtypes(raw)
     for i in (i for block in members for i in block):
-        raw[i] = _as_float(raw[i], weights[i], i)
-    dtype = _norm_dtype(raw)
-    entries = [None if g is None else values_of(g) for g in raw]
-    gradient_norm = block_norms(entries, members, dtype)
+        if "float" not in names[raw[i].dtype]:
+            raw[i] = _as_float(raw[i], weights[i], i)
+            names |= _names_of_dtypes([raw[i]])
+    dtype = "float64" if "float64" in names.values() else "float32"
+    entries = [None if g is None else backend.values_of(g) for g in raw]
+    gradient_norm = backend.block_norms(entries, members, dtype)
     weight_norm = None
     if getattr(rule, "uses_weights", True):
-        entries = [values_of(w) for w in weights]
-        weight_norm = block_norms(entries, members, dtype)
+        entries = [backend.values_of(w) for w in weights]
+        weight_norm = backend.block_norms(entries, members, dtype)
 
     finite = ops.isfinite(gradient_norm)
     usable = ops.logical_and(finite, gradient_norm >= tiny(dtype))
@@ -143,29 +144,26 @@ def check_factor(factor: Any, count: int) -> Any:
     return factor
 
 
-def one_by_one(vector: Any) -> list[Any]:
-    """The numbers in a vector, each a tensor of its own."""
-    count = vector.shape[0]
-    if not _compiled_for_cpu():
-        return ops.unstack(vector, count)
-    # XLA compiles a kernel once for all variables of one shape, unless each reads
-    # another entry of a vector. So a constant mask takes the entries out beforehand.
-    masks = np.eye(WINDOW, dtype=bool)
-    padded = ops.pad(vector, [[0, -count % WINDOW]])
-    windows = ops.unstack(ops.reshape(padded, (-1, WINDOW)))
-    zeros = ops.zeros((WINDOW,), vector.dtype)
-    return [
-        ops.sum(ops.where(masks[i % WINDOW], windows[i // WINDOW], zeros))
-        for i in range(count)
-    ]
+def block_norms(
+    tensors: Sequence[Any], members: Sequence[Sequence[int]], dtype: str
+) -> Any:
+    """The Euclidean norm of each block, `members` being positions in `tensors`.
 
-
-def _compiled_for_cpu() -> bool:
-    if keras.backend.backend() != "tensorflow" or not under_xla():
-        return False
-    import tensorflow as tf
-
-    return not tf.config.list_logical_devices("GPU")
+    Squares of 1e-25 are 0 in float32, and squares of 1e25 are infinite: so a block is
+    divided by its largest entry before it is squared.
+    """
+    norms = [ops.zeros((), dtype)]
+    for block in members:
+        entries = [ops.reshape(ops.cast(tensors[i], dtype), (-1,)) for i in block]
+        if not entries:
+            norms.append(norms[0])
+            continue
+        entry = ops.concatenate(entries)
+        largest = ops.max(ops.abs(entry), initial=0)
+        usable = ops.logical_and(ops.isfinite(largest), largest >= tiny(dtype))
+        scale = ops.where(usable, largest, ops.ones_like(largest))
+        norms.append(scale * ops.sqrt(ops.sum(ops.square(entry / scale))))
+    return ops.stack(norms)[1:]
 
 
 def times(gradient: Any, factor: Any) -> Any:
@@ -174,80 +172,10 @@ def times(gradient: Any, factor: Any) -> Any:
         return None
     if is_sparse(gradient):
         return with_values(gradient, times(gradient.values, factor))
-    dtype = gradient.dtype
-    gradient = ops.cast(gradient, factor.dtype)
+    product = ops.cast(gradient, factor.dtype) * factor
     # NaN times 0 is NaN, and a dropped block must be 0.
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        product = tf.math.multiply_no_nan(gradient, factor)
-    else:
-        product = gradient * factor
-        product = ops.where(ops.equal(factor, 0), ops.zeros_like(product), product)
-    return ops.cast(product, dtype)
-
-
-def fold(
-    gradients: Sequence[Any], owners: Sequence[int], found: Factors, rate: Any
-) -> list[tuple[Any, Any]]:
-    """Pairs of a gradient and its learning rate, in a TensorFlow graph.
-
-    The rate times the factor does what the scaled gradient would do, without a copy of
-    it. Only if a block was dropped, or if that product is out of range, are the
-    gradients scaled after all.
-    """
-    rate = ops.cast(rate, found.factor.dtype)
-    rates = rate * found.factor
-    smallest = tiny(keras.backend.standardize_dtype(rates.dtype))
-    large_enough = ops.logical_or(found.factor == 0, ops.abs(rates) >= smallest)
-    fits = ops.logical_and(ops.isfinite(rates), large_enough)
-    folds = ops.all(ops.logical_and(found.kept, fits))
-
-    def scaled(factor: Any, gradients: Any) -> list[Any]:
-        factors = ops.unstack(factor, factor.shape[0])
-        return [times(g, factors[block]) for g, block in zip(gradients, owners)]
-
-    def untouched(factor: Any, gradients: Any) -> list[Any]:
-        return gradients
-
-    gradients = graph_if(folds, untouched, scaled, found.factor, list(gradients))
-    rates = ops.unstack(ops.where(folds, rates, rate), rates.shape[0])
-    return [(g, rates[block]) for g, block in zip(gradients, owners)]
-
-
-def is_sparse(gradient: Any) -> bool:
-    """Whether this is a `tf.IndexedSlices`, the gradient of an embedding."""
-    return hasattr(gradient, "dense_shape") and hasattr(gradient, "indices")
-
-
-def values_of(tensor: Any) -> Any:
-    """The values of a tensor or variable; of a sparse one, its rows."""
-    if is_sparse(tensor):
-        return tensor.values
-    if isinstance(tensor, keras.Variable):
-        tensor = tensor.value
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.convert_to_tensor(tensor)  # that of Keras returns a `tf.Variable`
-    return ops.convert_to_tensor(tensor)
-
-
-def with_values(sparse: Any, values: Any, indices: Any = None) -> Any:
-    """The same `IndexedSlices` with other values."""
-    indices = sparse.indices if indices is None else indices
-    return type(sparse)(values, indices, sparse.dense_shape)
-
-
-def _with_shape(gradient: Any, weight: Any) -> Any:
-    """A gradient out of a loop, such as an LSTM's, may have forgotten its shape."""
-    if keras.backend.backend() != "tensorflow" or gradient is None:
-        return gradient
-    if is_sparse(gradient) or gradient.shape.is_fully_defined():
-        return gradient
-    import tensorflow as tf
-
-    return tf.ensure_shape(gradient, weight.shape)
+    product = ops.where(ops.equal(factor, 0), ops.zeros_like(product), product)
+    return ops.cast(product, gradient.dtype)
 
 
 def _as_tensor(gradient: Any) -> Any:
@@ -259,7 +187,7 @@ def _as_tensor(gradient: Any) -> Any:
     if gradient is None:
         return None
     if not is_sparse(gradient):
-        return ops.convert_to_tensor(gradient)
+        return backend.as_tensor(gradient)
     order = ops.argsort(gradient.indices)
     indices = ops.take(gradient.indices, order)
     is_new = ops.cast(indices[1:] != indices[:-1], "int32")
@@ -280,8 +208,6 @@ def _as_tensor(gradient: Any) -> Any:
 def _as_float(gradient: Any, weight: Any, position: int) -> Any:
     """Integers become floats, as in Keras's own updates; complex ones are refused."""
     dtype = keras.backend.standardize_dtype(gradient.dtype)
-    if "float" in dtype:
-        return gradient
     if "complex" in dtype:
         name = getattr(weight, "path", None) or getattr(weight, "name", None)
         raise TypeError(
@@ -297,8 +223,6 @@ def _as_float(gradient: Any, weight: Any, position: int) -> Any:
     return ops.cast(gradient, target)
 
 
-def _norm_dtype(tensors: Sequence[Any]) -> str:
-    dtypes = {
-        keras.backend.standardize_dtype(t.dtype) for t in tensors if t is not None
-    }
-    return "float64" if "float64" in dtypes else "float32"
+def _names_of_dtypes(tensors: Sequence[Any]) -> dict[Any, str]:
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
+    return {dtype: keras.backend.standardize_dtype(dtype) for dtype in dtypes}

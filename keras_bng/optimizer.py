@@ -2,9 +2,8 @@
 
 Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches them:
 
-- `_all_reduce_sum_gradients` (TensorFlow): the gradients it returns are the first that
-  are summed over replicas, and nothing but the update comes after it.
-- `_backend_update_step` (JAX, torch): the last call that sees all gradients at once.
+- `_backend_update_step`: the last call that sees all gradients at once.
+- `_all_reduce_sum_gradients` (TensorFlow): sums them over replicas, within that call.
 - `_backend_apply_gradients` (TensorFlow): the part of an eager step that is compiled;
   what is Python in it (schedules, constraints) comes before and after.
 - `_backend_reset_gradient_accumulators`, `_accumulated_gradients` (torch): see there.
@@ -13,11 +12,10 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_trainable_variables`: to take over the state of an optimizer that was built.
 - `_exclude_from_weight_decay*`: settings that `get_config` leaves out.
 - `_optimizer_map`: which of its optimizers a `MultiOptimizer` will give a variable.
-- `_iterations`: steps, where the public `iterations` counts accumulated updates.
-- `_distribution_strategy` (TensorFlow): in whose scope the optimizer was made.
+- `_momentums` and so on, in `FUSED`: the state of the bases with a fused update.
 
-`Watch` replaces the first two, and `apply`, on an instance of any Keras optimizer; on
-one of ours it replaces `_normalized` and `_scaled` instead of the first two.
+`Watch` replaces one of the first two, and `apply`, on an instance of any Keras
+optimizer; on one of ours it replaces `_found` instead.
 """
 
 from __future__ import annotations
@@ -31,21 +29,15 @@ import numbers
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 from keras import ops
 
-from keras_bng import rules
+from keras_bng import backend, rules
+from keras_bng.backend.common import is_sparse
 from keras_bng.blocks import Block, Blocks, BlockSpec, check_spec, partition
-from keras_bng.normalize import (
-    block_factors,
-    check_factor,
-    is_sparse,
-    one_by_one,
-    times,
-)
+from keras_bng.normalize import Factors, block_factors, check_factor
 from keras_bng.saving import (
     SavedBlocks,
     as_saved,
@@ -68,17 +60,78 @@ EAGER_STEPS = 8  # that an optimizer remembers: sets of variables and settings
 SMALLEST_ROOTS = {"float16": 2.0**-12}
 
 
+class Fused(NamedTuple):
+    """A base whose formula `backend.update` knows, by its name."""
+
+    name: str
+    settings: tuple[str, ...]
+    states: tuple[tuple[str, str | None], ...]  # and the setting that it needs
+
+
+FUSED: dict[Any, Fused] = {
+    keras.optimizers.SGD: Fused(
+        "SGD", ("momentum", "nesterov"), (("momentums", "momentum"),)
+    ),
+    keras.optimizers.Adam: Fused(
+        "Adam",
+        ("beta_1", "beta_2", "epsilon", "amsgrad"),
+        (("_momentums", None), ("_velocities", None), ("_velocity_hats", "amsgrad")),
+    ),
+    keras.optimizers.Adagrad: Fused(
+        "Adagrad", ("epsilon",), (("_accumulators", None),)
+    ),
+    keras.optimizers.RMSprop: Fused(
+        "RMSprop",
+        ("rho", "momentum", "epsilon", "centered"),
+        (
+            ("_velocities", None),
+            ("_momentums", "momentum"),
+            ("_average_gradients", "centered"),
+        ),
+    ),
+}
+
+
 class _Built:
     """What `build` found. A plain object, because Keras takes the variables in any
     list, tuple or dict that an optimizer holds for the optimizer's own state."""
 
-    def __init__(self, blocks: Blocks, variables: list[Any], index_of: Any) -> None:
+    def __init__(
+        self, blocks: Blocks, variables: list[Any], index_of: Any, base: Fused | None
+    ) -> None:
         self.blocks = blocks
+        self.base = base
         self.variables = [name_and_shape(v) for v in variables]
         self.block_of = {
             index_of(v): i for i, block in enumerate(blocks) for v in block.variables
         }
         self.eager_steps: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.places: dict[Any, Any] = {}
+        self.places_of(variables, index_of)
+
+    def places_of(self, variables: list[Any], index_of: Any) -> _Places:
+        """Of the variables of a step, which mostly are those of the last one."""
+        key = tuple(map(id, variables))
+        if key not in self.places:
+            index = list(map(index_of, variables))
+            owners = [self.block_of.get(i) for i in index]
+            members: list[list[int]] = [[] for _ in self.blocks]
+            for position, block in enumerate(owners):
+                if block is not None:
+                    members[block].append(position)
+            if len(self.places) == EAGER_STEPS:
+                self.places.clear()
+            # With the variables, so that nobody else can have their ids.
+            self.places[key] = variables, _Places(index, owners, members)
+        return self.places[key][1]
+
+
+class _Places(NamedTuple):
+    """Where a step's variables stand."""
+
+    indices: list[int]  # in the list given to `build`
+    owners: list[int | None]  # the block of each
+    members: list[list[int]]  # of each block, positions in this step
 
 
 class BlockNormalized(Base):
@@ -187,7 +240,8 @@ class BlockNormalized(Base):
             blocks = partition(variables, self._block_spec)
         _check_factors_of(self.rule, blocks)
         super().build(variables)
-        self._built_blocks = _Built(blocks, variables, self._get_variable_index)
+        base = fused_base(type(self))
+        self._built_blocks = _Built(blocks, variables, self._get_variable_index, base)
         self._skipped_blocks = self.add_variable(
             shape=(),
             dtype="int",
@@ -197,69 +251,113 @@ class BlockNormalized(Base):
 
     def _backend_reset_gradient_accumulators(self) -> None:
         """torch multiplies them by 0, so that a NaN micro-step would stay for ever."""
-        if keras.backend.backend() != "torch":
-            return super()._backend_reset_gradient_accumulators()
-        for accumulator in self._accumulated_gradients:
-            if accumulator is not None:
-                accumulator.assign(ops.zeros_like(accumulator))
+        if not backend.reset(self._accumulated_gradients):
+            super()._backend_reset_gradient_accumulators()
 
     # Where the gradients are normalized.
 
-    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> list[tuple[Any, Any]]:
-        """TensorFlow: after the sum over replicas, before the base update."""
-        grads_and_vars = list(super()._all_reduce_sum_gradients(grads_and_vars))
-        gradients, variables = zip(*grads_and_vars)
-        return list(zip(self._normalized(gradients, variables), variables))
+    def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
+        """TensorFlow. They were summed already, in our `_backend_update_step`."""
+        return grads_and_vars
 
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any
     ) -> None:
-        """JAX and torch: the gradients are already those of the whole batch."""
-        if keras.backend.backend() != "tensorflow":
-            grads = self._normalized(grads, trainable_variables)
-        super()._backend_update_step(grads, trainable_variables, learning_rate)
+        """After the sum over replicas, before the base update."""
+        variables = list(trainable_variables)
 
-    def _normalized(self, gradients: Any, variables: Any) -> list[Any]:
-        assert self._built_blocks is not None
+        def summed(pairs: Any) -> Any:
+            return super(BlockNormalized, self)._all_reduce_sum_gradients(pairs)
+
+        grads = backend.summed_over_replicas(summed, grads, variables)
+        found = self._found(grads, variables)
+        if found is None and not self.l2:
+            return super()._backend_update_step(grads, variables, learning_rate)
+        factors: list[Any] = [None] * len(variables)
+        if found is not None:
+            grads, factors = found.raw, self._of_each(found.factor, variables)
+            learning_rate = self._rates(learning_rate, found.factor, variables)
+        if self.l2:
+            kept: list[Any] = [None] * len(variables)
+            if found is not None:
+                share = ops.cast(found.kept, found.factor.dtype)
+                kept = self._of_each(share, variables)
+            scaled = map(_scaled, grads, factors)
+            grads = list(map(self._with_l2, scaled, variables, kept))
+            factors = [None] * len(variables)
+        left = self._fused_update(grads, factors, variables, learning_rate)
+        if left:
+            rates = learning_rate
+            self._base_update(
+                [_scaled(grads[i], factors[i]) for i in left],
+                [variables[i] for i in left],
+                [rates[i] for i in left] if isinstance(rates, list) else rates,
+            )
+
+    def _found(self, gradients: Any, variables: Any) -> Factors | None:
+        """The factor of each block, or None if there is nothing to normalize."""
         if self.rule is None:
-            return [self._with_l2(g, w) for g, w in zip(gradients, variables)]
-        block_of = self._built_blocks.block_of
-        owners = [block_of.get(self._get_variable_index(v)) for v in variables]
-        members: list[list[int]] = [[] for _ in self.blocks]
-        for i, block in enumerate(owners):
-            if block is not None:
-                members[block].append(i)
+            return None
+        members = self._places(variables).members
         if not any(members):
-            return [self._to_base(g, w) for g, w in zip(gradients, variables)]
-
+            return None
         found = block_factors(gradients, variables, members, self.rule)
         dropped = ops.sum(ops.cast(ops.logical_not(found.kept), "int32"))
-        if not _counts_here(self._skipped_blocks):
+        if not backend.counts_here(self._skipped_blocks):
             dropped = ops.zeros_like(dropped)
         self._skipped_blocks.assign_add(ops.cast(dropped, self._skipped_blocks.dtype))
-        return self._scaled(found, owners, variables)
+        return found
 
-    def _scaled(self, found: Any, owners: Any, variables: Any) -> list[Any]:
-        """The gradients times their block's factor, for the base optimizer."""
-        factors = one_by_one(found.factor)
-        kept = ops.unstack(found.kept, len(factors))
-        return [
-            self._to_base(g, w)
-            if block is None
-            else self._to_base(g, w, factors[block], kept[block])
-            for g, w, block in zip(found.raw, variables, owners)
+    def _places(self, variables: list[Any]) -> _Places:
+        assert self._built_blocks is not None
+        return self._built_blocks.places_of(variables, self._get_variable_index)
+
+    def _of_each(self, vector: Any, variables: list[Any]) -> list[Any]:
+        """Of each variable, what a vector has for its block; None if it is in none."""
+        numbers = backend.one_by_one(vector)
+        owners = self._places(variables).owners
+        return [None if b is None else numbers[b] for b in owners]
+
+    def _rates(self, learning_rate: Any, factor: Any, variables: list[Any]) -> Any:
+        """The learning rate, or a list of one for each variable."""
+        return learning_rate
+
+    def _fused_update(
+        self, gradients: Any, factors: Any, variables: Any, learning_rate: Any
+    ) -> list[int]:
+        """Updates what has a kernel; the positions of what is left."""
+        everything = list(range(len(variables)))
+        assert self._built_blocks is not None
+        base = self._built_blocks.base
+        if base is None or not {"update_step", "_parallel_update_step"}.isdisjoint(
+            vars(self)
+        ):
+            return everything
+        states = [
+            getattr(self, name, [])
+            for name, setting in base.states
+            if setting is None or getattr(self, setting)
         ]
+        if not all(states):  # a momentum, say, that was set after `build`
+            return everything
+        indices = self._places(variables).indices
+        return backend.update(
+            base.name,
+            {name: getattr(self, name) for name in base.settings},
+            gradients,
+            factors,
+            variables,
+            [[kind[i] for i in indices] for kind in states],
+            learning_rate,
+            self.iterations + 1,
+        )
 
-    def _to_base(
-        self, gradient: Any, weight: Any, factor: Any = None, kept: Any = None
-    ) -> Any:
-        """What the base optimizer's `update_step` gets as the gradient."""
-        if factor is not None:
-            gradient = times(gradient, factor)
-        return self._with_l2(gradient, weight, kept)
+    def _base_update(self, gradients: Any, variables: Any, learning_rate: Any) -> None:
+        """The base optimizer's own update."""
+        super()._backend_update_step(gradients, variables, learning_rate)
 
     def _with_l2(self, gradient: Any, weight: Any, share: Any = None) -> Any:
-        """`gradient + share * l2 * weight`; a share is a number or a bool."""
+        """`gradient + share * l2 * weight`."""
         if not self.l2 or gradient is None:
             return gradient
         dtype = keras.backend.standardize_dtype(weight.dtype)
@@ -274,7 +372,7 @@ class BlockNormalized(Base):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Updates the variables; called eagerly on TensorFlow, as one compiled step."""
         try:
-            _unconverted(super().apply)(grads, trainable_variables)
+            backend.unconverted(super().apply)(grads, trainable_variables)
         except RuntimeError as error:
             if "merge_call" in str(error):
                 for setting, what in (
@@ -305,25 +403,17 @@ class BlockNormalized(Base):
         steps[key](grads, self._rate_of_this_step())
 
     def _compiles_eager_steps(self) -> bool:
-        if keras.backend.backend() != "tensorflow" or self.jit_compile is False:
+        if self.jit_compile is False or not backend.is_eager():
             return False
         if self.rule is None and not self.l2:
             return False  # bit for bit the stock optimizer
         if not rules.is_constant(self.rule) and self._uses_xla():
             return False  # which cannot call back
-        import tensorflow as tf
-
-        return (
-            tf.executing_eagerly()
-            and not tf.distribute.has_strategy()  # merge_call cannot be in a function
-            and self._updates_like_keras
-        )
+        return self._updates_like_keras
 
     def _uses_xla(self) -> bool:
-        import tensorflow as tf
-
         if self.jit_compile == "auto":
-            return bool(tf.config.list_logical_devices("GPU"))
+            return backend.has_gpu()
         return self.jit_compile is True
 
     def _settings(self) -> tuple[Any, ...]:
@@ -339,16 +429,11 @@ class BlockNormalized(Base):
 
     def _rate_of_this_step(self) -> Any:
         """As a tensor, unless it is a variable, which a trace reads by itself."""
-        import tensorflow as tf
-
         if isinstance(self._learning_rate, keras.Variable):
             return None
-        rate = self.learning_rate
-        return rate if tf.is_tensor(rate) else tf.constant(np.asarray(rate))
+        return backend.as_input(self.learning_rate)
 
     def _compiled(self, step: Any, variables: list[Any]) -> Any:
-        import tensorflow as tf
-
         def traced(grads: Any, rate: Any) -> None:
             rule = None if rules.is_constant(self.rule) else _PresentRule(self)
             with (
@@ -357,12 +442,7 @@ class BlockNormalized(Base):
             ):
                 step(grads, variables)
 
-        return tf.function(
-            traced,
-            jit_compile=self._uses_xla() or None,
-            reduce_retracing=True,
-            autograph=False,
-        )
+        return backend.compiled(traced, self._uses_xla())
 
     # Saving.
 
@@ -441,16 +521,13 @@ class _PresentRule(rules.Rule):
         self.uses_weights = getattr(optimizer.rule, "uses_weights", True)
 
     def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
-        import tensorflow as tf
-
         def factor(gradient_norm: Any, weight_norm: Any = None) -> Any:
             found = self.optimizer.rule(gradient_norm, weight_norm)
             return ops.cast(check_factor(found, len(gradient_norm)), dtype)
 
         dtype = gradient_norm.dtype
         norms = [gradient_norm, weight_norm][: 1 + self.uses_weights]
-        found = tf.py_function(factor, norms, dtype)
-        return tf.ensure_shape(found, gradient_norm.shape)
+        return backend.called_in_python(factor, norms)
 
 
 def _check_l2(l2: Any) -> None:
@@ -480,33 +557,19 @@ def backend_class(stock: Any) -> Any:
     return type(stock.__new__(stock))
 
 
-def _counts_here(counter: Any) -> bool:
-    """Whether this replica is the one that counts for all.
-
-    A counter that was built outside of the strategy's scope is one for all replicas.
-    """
-    if keras.backend.backend() != "tensorflow":
-        return True
-    import tensorflow as tf
-
-    replica = tf.distribute.get_replica_context()
-    if replica is None or replica.num_replicas_in_sync == 1:
-        return True
-    if isinstance(counter.value, tf.distribute.DistributedValues):
-        return True
-    number = replica.replica_id_in_sync_group
-    if tf.is_tensor(number):
-        number = tf.get_static_value(number)  # None on a TPU: it is not known yet
-    return number in (None, 0)
+def _scaled(gradient: Any, factor: Any) -> Any:
+    return gradient if factor is None else backend.times(gradient, factor)
 
 
-def _unconverted(function: Any) -> Any:
-    """Spares a `tf.function` around us the translation of our Python by AutoGraph."""
-    if keras.backend.backend() != "tensorflow":
-        return function
-    import tensorflow as tf
-
-    return tf.autograph.experimental.do_not_convert(function)
+def fused_base(cls: Any) -> Fused | None:
+    """The base whose formula a class updates by, if nobody else has changed it."""
+    if not cls._updates_like_keras:
+        return None
+    for c in cls.__mro__:
+        ours = c.__module__.partition(".")[0] == PACKAGE
+        if c in FUSED or ("update_step" in vars(c) and not ours):
+            return FUSED.get(c)
+    return None
 
 
 def _plain(value: Any) -> Any:
@@ -527,7 +590,7 @@ def _updates_like_keras(cls: Any) -> bool:
     """
     own = {"__init__", "get_config", "from_config", "build"}
     return not any(
-        hasattr(keras.optimizers.Optimizer, name)
+        hasattr(keras.optimizers.Optimizer, name) or name == "_parallel_update_step"
         for c in cls.__mro__
         if c.__module__.partition(".")[0] not in ("keras", PACKAGE, "tensorflow")
         for name in vars(c)
@@ -606,14 +669,12 @@ def chooser_of(optimizer: Any) -> Callable[[Any], Any] | None:
     return getattr(optimizer, "_optimizer_map", None)
 
 
-def strategy_of(optimizer: Any) -> Any:
-    """The `tf.distribute.Strategy` of an optimizer; None on other backends."""
-    return getattr(optimizer, "_distribution_strategy", None)
-
-
 def steps_of(optimizer: Any) -> Any:
-    """The variable that counts steps; with accumulation, several make an update."""
-    return optimizer._iterations
+    """The variable that counts steps; with accumulation, several make an update.
+
+    The public `iterations` counts updates; the first of `variables` is what it reads.
+    """
+    return optimizer.variables[0]
 
 
 _WATCHES = itertools.count(1)
@@ -626,7 +687,9 @@ def hooked(optimizer: Any, hooks: dict[str, Any]) -> Iterator[None]:
     hidden = {name: own[name] for name in hooks if name in own}
     for name, hook in hooks.items():
         if callable(hook):
-            hook = functools.partial(_unconverted(hook), getattr(optimizer, name))
+            hook = functools.partial(
+                backend.unconverted(hook), getattr(optimizer, name)
+            )
         own[name] = hook
     try:
         yield
@@ -660,9 +723,8 @@ class Watch:
         self.idle = False
         self.hooks: dict[str, Any] = {"apply": self._apply}
         if isinstance(optimizer, BlockNormalized):
-            self.hooks["_normalized"] = self._normalized
-            self.hooks["_scaled"] = self._scaled
-        elif keras.backend.backend() == "tensorflow":
+            self.hooks["_found"] = self._found
+        elif hasattr(optimizer, "_all_reduce_sum_gradients"):  # on TensorFlow
             self.hooks["_all_reduce_sum_gradients"] = self._all_reduce_sum_gradients
         else:
             self.hooks["_backend_update_step"] = self._backend_update_step
@@ -705,15 +767,13 @@ class Watch:
         finally:
             own["_watch"], self.idle = watches, False
 
-    def _normalized(self, original: Any, gradients: Any, variables: Any) -> Any:
-        if self.optimizer.rule is None:
+    def _found(self, original: Any, gradients: Any, variables: Any) -> Any:
+        found = original(gradients, variables)
+        if found is None:
             self._look(gradients, variables)
-        return original(gradients, variables)
-
-    def _scaled(self, original: Any, found: Any, owners: Any, variables: Any) -> Any:
-        if not self.idle:
+        elif not self.idle:
             self.see(lambda: found)
-        return original(found, owners, variables)
+        return found
 
     def _all_reduce_sum_gradients(self, original: Any, grads_and_vars: Any) -> Any:
         grads_and_vars = list(original(grads_and_vars))

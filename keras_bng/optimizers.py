@@ -7,14 +7,14 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_bng import rules
+from keras_bng import backend, rules
 from keras_bng.blocks import BlockSpec
-from keras_bng.normalize import fold, is_sparse, with_values
-from keras_bng.norms import in_plain_graph
 from keras_bng.optimizer import (
+    FUSED,
     PACKAGE,
     Base,
     BlockNormalized,
+    Fused,
     backend_class,
     live_learning_rate,
     raised_for,
@@ -26,8 +26,6 @@ Adam: Any = backend_class(keras.optimizers.Adam)
 Adagrad: Any = backend_class(keras.optimizers.Adagrad)
 RMSprop: Any = backend_class(keras.optimizers.RMSprop)
 
-# A gradient with more entries than this is worth not copying.
-LARGE = 2**16
 NO_RULE = (
     "`AdagradBNG` takes no `rule`: Algorithm 2 is defined for unit norms. "
     "`AdagradNG` takes one. Received: rule={!r}"
@@ -60,40 +58,6 @@ class SGDNG(BlockNormalized, SGD):
         **kwargs: Any,
     ) -> None:
         super().__init__(learning_rate, momentum, *args, **kwargs)
-
-    def _scaled(self, found: Any, owners: Any, variables: Any) -> list[Any]:
-        """In a graph that nothing fuses, large gradients are not copied: see `fold`."""
-        if self.l2 or not in_plain_graph() or type(self).update_step != _sgd_update:
-            return super()._scaled(found, owners, variables)
-        large = [
-            i
-            for i, (g, w, block) in enumerate(zip(found.raw, variables, owners))
-            if block is not None
-            and not is_sparse(g)
-            and g.shape.num_elements() > LARGE
-            and g.dtype == w.dtype == found.factor.dtype
-        ]
-        if not large:
-            return super()._scaled(found, owners, variables)
-        raw, blocks = [found.raw[i] for i in large], [owners[i] for i in large]
-        pairs = dict(zip(large, fold(raw, blocks, found, self.learning_rate)))
-        rest = [i for i in range(len(owners)) if i not in pairs]
-        scaled = super()._scaled(
-            found._replace(raw=[found.raw[i] for i in rest]),
-            [owners[i] for i in rest],
-            [variables[i] for i in rest],
-        )
-        pairs.update(zip(rest, scaled))
-        return [pairs[i] for i in range(len(owners))]
-
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """SGD's own; a pair is a gradient with the learning rate of its block."""
-        if isinstance(gradient, tuple):
-            gradient, learning_rate = gradient
-        super().update_step(gradient, variable, learning_rate)
-
-
-_sgd_update = SGDNG.update_step
 
 
 class _EpsilonBesideRoot(Base):
@@ -260,26 +224,31 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         super().build(variables)
         self._accumulators = self.add_optimizer_variables(variables, "accumulator")
 
-    def _to_base(
-        self, gradient: Any, weight: Any, factor: Any = None, kept: Any = None
-    ) -> Any:
-        normalized = super()._to_base(gradient, weight, factor, kept)
-        if factor is None:
-            return normalized, normalized
+    def _rates(self, learning_rate: Any, factor: Any, variables: Any) -> list[Any]:
+        """Times the block's norm: the raw gradient is the normalized one times that."""
         known = factor > 0
         norm = ops.where(known, 1.0 / ops.where(known, factor, 1.0), 0.0)
-        raw = _zero_unless(kept, gradient)
-        return self._with_l2(raw, weight, norm), normalized
+        rates = self._of_each(ops.cast(learning_rate, norm.dtype) * norm, variables)
+        return [learning_rate if rate is None else rate for rate in rates]
+
+    def _base_update(self, gradients: Any, variables: Any, learning_rate: Any) -> None:
+        rates = learning_rate
+        if not isinstance(rates, list):
+            rates = [learning_rate] * len(variables)
+        backend.each(self.update_step, gradients, variables, rates)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Update step; `gradient` is the pair (raw, normalized)."""
-        raw, normalized = (ops.cast(g, variable.dtype) for g in gradient)
-        rate = ops.cast(learning_rate, variable.dtype)
+        """Update step; the rate is the learning rate times the norm of the block."""
         accumulator = self._accumulators[self._get_variable_index(variable)]
-        self.assign_add(accumulator, ops.square(normalized))
+        gradient = ops.cast(gradient, variable.dtype)
+        self.assign_add(accumulator, ops.square(gradient))
         with raised_for(variable.dtype, self, "_delta"):
             root = ops.add(ops.sqrt(accumulator), self.delta)
-        self.assign_sub(variable, ops.divide(ops.multiply(rate, raw), root))
+        # The rate may be more than float16 can hold; the step is not.
+        of_variable = keras.backend.standardize_dtype(variable.dtype)
+        dtype = "float64" if of_variable == "float64" else "float32"
+        step = ops.multiply(ops.cast(gradient, dtype), ops.cast(learning_rate, dtype))
+        self.assign_sub(variable, ops.divide(ops.cast(step, variable.dtype), root))
 
     def get_config(self) -> dict[str, Any]:
         config = {**super().get_config(), "delta": self.delta}
@@ -291,12 +260,7 @@ def _check_delta(delta: Any) -> None:
     rules.check_number("delta", delta, positive=True)
 
 
-def _zero_unless(kept: Any, gradient: Any) -> Any:
-    if is_sparse(gradient):
-        return with_values(gradient, _zero_unless(kept, gradient.values))
-    return ops.where(kept, gradient, ops.zeros_like(gradient))
-
-
+FUSED[AdagradBNG] = Fused("AdagradBNG", ("delta",), (("_accumulators", None),))
 EPSILON_BESIDE_ROOT = (
     keras.optimizers.Adam,
     keras.optimizers.Nadam,

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ if keras.backend.backend() != "tensorflow":
 
 import harness
 import report
+import shelf
 from harness import Run
 
 EXAMPLES = pathlib.Path(harness.__file__).parent
@@ -59,7 +61,7 @@ def test_every_algorithm_of_the_paper_makes_an_optimizer(name):
 def test_a_result_says_all_that_was_run(tmp_path):
     (run,) = some_runs(1)
     (result,) = harness.train_all([run], train, tmp_path, "digits, 4,000")
-    assert json.loads(run.path(tmp_path).read_text()) == result
+    assert shelf.read(tmp_path / "try.jsonl") == [result]
     assert result["algorithm"] == "Adam" and result["seed"] == 0
     assert result["settings"] == {"rate": 0.1}
     assert result["data"] == "digits, 4,000"
@@ -82,7 +84,7 @@ def test_finished_runs_are_skipped(tmp_path, capsys):
     assert "2 of 3 runs are in" in capsys.readouterr().out
 
 
-def test_runs_that_differ_in_anything_have_files_of_their_own(tmp_path):
+def test_runs_that_differ_in_anything_are_not_taken_for_one_another(tmp_path):
     first = Run("try", "Adam", {"rate": 0.1, "epochs": 2}, 0)
     others = [
         Run("other", "Adam", {"rate": 0.1, "epochs": 2}, 0),
@@ -91,24 +93,56 @@ def test_runs_that_differ_in_anything_have_files_of_their_own(tmp_path):
         Run("try", "Adam", {"rate": 0.1, "epochs": 3}, 0),
         Run("try", "Adam", {"rate": 0.1, "epochs": 2}, 1),
     ]
-    assert len({run.path(tmp_path) for run in [first, *others]}) == 6
+    assert len({run.backup(tmp_path) for run in [first, *others]}) == 6
+    harness.train_all([first], train, tmp_path, "")
+    assert [bool(x) for x in harness.results([first, *others], tmp_path)] == [
+        True,
+        *[False] * 5,
+    ]
 
 
-def test_a_result_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    (run,) = some_runs(1)
-    whole = pathlib.Path.write_text
+def test_of_a_run_that_is_there_twice_the_last_counts(tmp_path):
+    runs = some_runs()
+    for loss, run in enumerate([runs[2], runs[0], runs[1], runs[0]]):
+        harness.write(run, {"loss": [loss]}, 1.0, tmp_path, "")
+    assert len(shelf.read(tmp_path / "try.jsonl")) == 4
+    found = harness.read_all(tmp_path, "try")  # by name, whoever was the first
+    assert [result["seed"] for result in found] == [0, 1, 2]
+    assert [result["history"]["loss"] for result in found] == [[3], [2], [0]]
+    assert harness.train_all(runs, None, tmp_path, "") == found
 
-    def torn(path, text):
-        whole(path, text[: len(text) // 2])
-        raise OSError("No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_text", torn)
-    with pytest.raises(OSError, match="No space left"):
-        harness.train_all([run], train, tmp_path, "")
-    monkeypatch.undo()
-    assert not run.path(tmp_path).exists()
-    assert harness.read_all(tmp_path, "try") == []
-    assert len(harness.train_all([run], train, tmp_path, "")) == 1
+def test_results_of_before_with_a_file_each_count_as_well(tmp_path):
+    runs = some_runs()
+    harness.train_all(runs[1:2], train, tmp_path / "now", "")
+    (old,) = shelf.read(tmp_path / "now" / "try.jsonl")
+    file = runs[1].path(tmp_path, ".json")
+    harness.write_text(file, json.dumps(old, indent=1) + "\n")
+    before = file.read_bytes()
+    found = harness.train_all([runs[2], runs[0]], train, tmp_path, "")
+    found = [found[1], old, found[0]]
+    assert harness.train_all(runs, None, tmp_path, "") == found
+    assert harness.read_all(tmp_path, "try") == found
+    assert file.read_bytes() == before
+    harness.write(runs[1], {"loss": [7.0]}, 1.0, tmp_path, "")
+    assert harness.read_all(tmp_path, "try")[1]["history"] == {"loss": [7.0]}
+
+
+def test_half_a_result_does_not_count(tmp_path):
+    runs = some_runs(2)
+    first = harness.train_all(runs[:1], train, tmp_path, "")
+    size = (tmp_path / "try.jsonl").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
+    try:  # as on a full disk
+        with pytest.raises(OSError, match="File too large"):
+            harness.train_all(runs, train, tmp_path, "")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "try.jsonl").stat().st_size == size + 100
+    assert harness.read_all(tmp_path, "try") == first
+    assert len(harness.train_all(runs, train, tmp_path, "")) == 2
+    assert len(harness.read_all(tmp_path, "try")) == 2
 
 
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, capsys):
@@ -125,12 +159,11 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, capsys):
     assert len(harness.read_all(tmp_path, "try")) == 1
 
 
-def test_a_result_that_is_not_json_is_named(tmp_path):
+@pytest.mark.parametrize("name", ["try.jsonl", "try/old.json"])
+def test_a_result_that_is_not_json_is_named(name, tmp_path):
     (run,) = some_runs(1)
-    harness.train_all([run], train, tmp_path, "")
-    path = run.path(tmp_path)
-    path.write_text(path.read_text()[:50])
-    with pytest.raises(SystemExit, match="is not a result .* Delete it"):
+    harness.write_text(tmp_path / name, '{"experiment": "tr\n')
+    with pytest.raises(SystemExit, match="is not a result .* Delete (it|that line)"):
         harness.train_all([run], train, tmp_path, "")
 
 
@@ -176,22 +209,21 @@ def test_a_script_exits_with_2(tmp_path):
 def test_a_killed_command_loses_only_the_run_it_was_in(tmp_path):
     flags = ["--data", "sample", "--epochs", 3, "--seeds", 2, "--algorithms", "Adam"]
     process = script(*flags, cwd=tmp_path)
-    out = tmp_path / "runs" / "mnist_mlp"
+    path = tmp_path / "runs" / "mnist_mlp.jsonl"
     deadline = time.time() + 100
-    while not list(out.glob("*seed=0.json")) and time.time() < deadline:
+    while not shelf.read(path) and time.time() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    (first,) = out.glob("*.json")
-    written = first.stat().st_mtime_ns
+    (first,) = path.read_bytes().splitlines()
 
     process = script(*flags, cwd=tmp_path)
     printed, errors = process.communicate()
     assert process.returncode == 0, errors
     assert "1 of 2 runs are in runs already." in printed
-    assert first.stat().st_mtime_ns == written
-    assert len(list(out.glob("*.json"))) == 2
+    lines = path.read_bytes().splitlines()
+    assert len(lines) == 2 and lines[0] == first
 
 
 def test_the_report_gives_mean_and_standard_deviation():

@@ -121,12 +121,13 @@ def check_equal(model, other, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("run", ["fit", "loop"])
-def test_sgd_with_the_factor_in_the_learning_rate(rng, monkeypatch, run):
-    # Only large variables have it there; here, all of them, against none of them.
-    data, make = small_data(rng), functools.partial(optimizer, "SGDNG")
+@pytest.mark.parametrize("name", ["SGDNG", "AdagradNG", "RMSpropNG"])
+def test_factors_that_are_left_to_the_kernels(rng, monkeypatch, name, run):
+    # Only those of large gradients are; here, all of them, against none of them.
+    data, make = small_data(rng), functools.partial(optimizer, name)
     results = []
     for large, strategy in ((0, two_replicas()), (2**31, None)):
-        monkeypatch.setattr("keras_bng.optimizers.LARGE", large)
+        monkeypatch.setattr("keras_bng.backend.tensorflow.LARGE", large)
         trained = (fitted if run == "fit" else looped)(make, data, strategy)
         results.append(trained if run == "fit" else trained[0])
     check_equal(*results)

@@ -53,6 +53,54 @@ def test_our_class_is_a_subclass_of_the_parallel_one_and_normalizes(ours, stock)
     np.testing.assert_allclose(arrays(seen), [[0.6, 0.8]], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        SGDNG,
+        lambda: SGDNG(momentum=0.0),
+        lambda: SGDNG(nesterov=True, l2=0.01),
+        AdamNG,
+        lambda: AdamNG(rule="adaptive"),
+        AdagradNG,
+        RMSpropNG,
+    ],
+    ids=[
+        "SGD",
+        "no momentum",
+        "Nesterov, l2",
+        "Adam",
+        "adaptive",
+        "AdaGrad",
+        "RMSprop",
+    ],
+)
+def test_torch_compile_makes_one_graph_of_a_step_that_does_what_it_did(rng, make):
+    """And of all later steps: what is new in each of them would be traced anew."""
+    torch._dynamo.reset()
+    ours, twin = some_variables(rng), some_variables(np.random.default_rng(0))
+    one, other = make(), make()
+    one.build(ours)
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    step = torch.compile(
+        lambda *g: one.apply(list(g), ours), backend=backend, fullgraph=True
+    )
+    for i in range(5):
+        g = tensors(some_gradients(rng, ours, 10.0 ** (8 * i - 20)))
+        if i == 3:
+            g[2][0, 0] = float("nan")
+        step(*g)
+        other.apply(g, twin)
+    assert len(traced) == 1
+    assert int(one.skipped_blocks.numpy()) == 1
+    for a, b in zip(arrays(ours), arrays(twin)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_a_nan_micro_step_is_gone_after_the_update(rng):
     for make in OPTIMIZERS.values():
         variables = some_variables(rng)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import pathlib
-import socket
 import struct
 import time
 import warnings
@@ -13,10 +12,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import keras
 import numpy as np
 
-VERSION = "brain.Event:2"  # that TensorBoard reads
+from keras_bng import backend
+
 COLUMNS = ("gradient_norm", "weight_norm", "factor", "skipped", "relative_step")
 HEADER = ("step", "run", "block", *COLUMNS)
 
@@ -143,16 +142,7 @@ class Events:
         self.run = -1
         self.scalars: dict[tuple[str, ...], Any] = {}
         self.flush: Any = lambda: None
-        if keras.backend.backend() == "tensorflow":
-            return
-        try:
-            import tensorboard.summary.writer.event_file_writer  # noqa: F401
-        except ImportError as error:
-            raise ImportError(
-                "BlockMonitor writes to `log_dir` for TensorBoard, which is not "
-                "installed: `pip install tensorboard`. For `blocks.csv` alone, use "
-                "BlockMonitor(log_dir, tensorboard=False)."
-            ) from error
+        self.writer = backend.event_writers()
 
     def _open(self, run: int) -> None:
         if run == self.run:
@@ -160,23 +150,7 @@ class Events:
         self.flush()
         self.run = run
         log_dir = self.log_dir / f"run_{run}" if run else self.log_dir
-        if keras.backend.backend() == "tensorflow":
-            import tensorflow as tf
-
-            # A file of events is one of records, which are written faster like this.
-            log_dir.mkdir(parents=True, exist_ok=True)
-            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-            file = tf.io.TFRecordWriter(str(log_dir / name))
-            self.new_event, self.flush = tf.compat.v1.Event, file.flush
-            self.write = lambda event: file.write(event.SerializeToString())
-            self.write(self.new_event(wall_time=time.time(), file_version=VERSION))
-            return
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.summary.writer import event_file_writer
-
-        writer = event_file_writer.EventFileWriter(str(log_dir))
-        self.new_event, self.flush = event_pb2.Event, writer.flush
-        self.write = writer.add_event
+        self.new_event, self.write, self.flush = self.writer(log_dir)
 
     def add(self, run: int, step: int, blocks: Sequence[str], row: np.ndarray) -> None:
         """All scalars of a step in one summary."""

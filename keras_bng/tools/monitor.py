@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_bng import backend
 from keras_bng.blocks import BlockSpec, check_spec
 from keras_bng.optimizer import steps_of
 from keras_bng.tools import files, picture
@@ -199,8 +200,7 @@ class BlockMonitor(keras.callbacks.Callback):
 
     def _count(self) -> None:
         """Steps so far, of the first optimizer that has made any."""
-        if keras.backend.backend() == "jax":  # `fit` has the values, not the variables
-            self._stand_in.model.jax_state_sync()
+        backend.sync(self._stand_in.model)
         parts = self._stand_in.group.parts
         counts = [(_steps(part.optimizer), part.accumulation) for part in parts]
         made = [count for count in counts if count[0]]
@@ -253,7 +253,7 @@ class BlockMonitor(keras.callbacks.Callback):
                 try:
                     yield self
                 finally:
-                    _wait()
+                    backend.wait()
         finally:
             self._records.draw()
             self._records.close()
@@ -293,14 +293,6 @@ class BlockMonitor(keras.callbacks.Callback):
         found = monitor._records
         found.blocks, found.runs, found.rows = files.read(path)
         return monitor
-
-
-def _wait() -> None:
-    """For records that are on their way."""
-    if keras.backend.backend() == "jax":
-        import jax
-
-        jax.effects_barrier()
 
 
 def _steps(optimizer: Any) -> int:

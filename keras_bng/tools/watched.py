@@ -11,14 +11,12 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_bng import backend
 from keras_bng.blocks import Block, BlockSpec, partition
-from keras_bng.normalize import values_of
-from keras_bng.norms import block_norms, under_xla
 from keras_bng.optimizer import (
     BlockNormalized,
     Watch,
     steps_of,
-    strategy_of,
     variables_of,
 )
 
@@ -62,7 +60,7 @@ class Watched:
         self.gradient_rows: Any = None
         self.record: Any = None
         self.watch = Watch(optimizer, (), self.see, self.around)
-        strategy = strategy_of(optimizer)
+        strategy = backend.strategy_of(steps_of(optimizer))
         self.strategy: Any = getattr(model, "distribute_strategy", strategy)
         if optimizer.built:
             self.prepare()
@@ -77,23 +75,12 @@ class Watched:
             if ours
             else partition(variables_of(self.optimizer), self.spec)
         )
-        if keras.backend.backend() != "tensorflow":
-            return
-        import tensorflow as tf
-
-        inside = tf.distribute.has_strategy() and tf.distribute.get_replica_context()
-        scope = contextlib.nullcontext() if inside else self.strategy.scope()
-        with tf.init_scope(), scope:
-            self.gradient_rows, self.record = (
-                keras.Variable(
-                    np.full((rows, len(self.blocks)), -1),
-                    trainable=False,
-                    dtype=dtype,
-                    aggregation="only_first_replica",
-                )
-                for rows, dtype in ((3, "float32"), (6, "float64"))
-            )
-            self.read, self.forget = _reader(self.record)
+        count = len(self.blocks)
+        slots = ((3, count), "float32"), ((6, count), "float64")
+        variables = backend.record_slots(slots, self.strategy)
+        if variables:
+            self.gradient_rows, self.record = variables
+            self.read, self.forget = backend.reader(self.record)
 
     def see(self, factors: Callable[[], Any]) -> None:
         """Within an update: norms of gradients, factors and what was skipped."""
@@ -118,11 +105,9 @@ class Watched:
         if due is False:
             yield False
             return
-        if self.deliver and self.record is not None and under_xla():
+        if self.deliver and self.record is not None and backend.under_xla():
             raise RuntimeError(NOT_IN_XLA)
-        before = self.weights()
-        if keras.backend.backend() == "torch":  # it updates weights in their place
-            before = [ops.copy(weight) for weight in before]
+        before = backend.as_they_are(self.weights())
         if self.record is None:
             self.gradient_rows = None
         yield True
@@ -131,7 +116,8 @@ class Watched:
 
         def rows() -> Any:
             moved = [after - then for after, then in zip(self.weights(), before)]
-            norms = block_norms([*before, *moved], self.members(), "float32", False)
+            both = [*before, *moved]
+            norms = backend.block_norms(both, self.members(), "float32", False)
             norm, moved = ops.unstack(ops.reshape(norms, (2, -1)))
             relative = moved / ops.where(norm > 0, norm, ops.ones_like(norm))
             gradient_norm, *others = ops.unstack(self.gradient_rows, 3)
@@ -143,13 +129,13 @@ class Watched:
             return ops.concatenate([found, line])
 
         if self.record is None or self.deliver:
-            self.send(number, due, rows)
+            backend.send(self.receive, number, due, rows)
         else:
             self.assign(self.record, due, numbered_rows)
 
     def weights(self) -> list[Any]:
         return [
-            ops.cast(values_of(v), "float32")
+            ops.cast(backend.values_of(v), "float32")
             for block in self.blocks or ()
             for v in block.variables
         ]
@@ -172,28 +158,6 @@ class Watched:
             kept = ops.convert_to_tensor(record)
             record.assign(ops.cond(due, rows, lambda: ops.copy(kept)))
 
-    def send(self, number: Any, due: Any, rows: Callable[[], Any]) -> None:
-        """JAX, torch, and TensorFlow in a loop of one's own."""
-        if keras.backend.backend() == "tensorflow":
-            import tensorflow as tf
-
-            if tf.distribute.has_strategy():  # all replicas have found the same
-                replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-                due = tf.logical_and(due, tf.equal(replica, 0))
-            if not tf.executing_eagerly():
-                _send_from_a_graph(self.receive, number, due, rows)
-            elif due:
-                self.receive(number, rows())
-        elif keras.backend.backend() == "jax" and _is_traced(number):
-            import jax
-
-            def send() -> None:
-                jax.debug.callback(self.receive, number, rows())
-
-            send() if due is True else jax.lax.cond(due, send, lambda: None)
-        elif due:
-            self.receive(number, rows())
-
     def number(self) -> Any:
         """Of the update that is being made; the first is 0."""
         return ops.convert_to_tensor(steps_of(self.optimizer)) // self.accumulation
@@ -207,7 +171,7 @@ class Watched:
             ops.equal(steps % self.accumulation, 0),
             ops.equal(self.number() % self.every, 0),
         )
-        return bool(due) if _is_known(due) else due
+        return bool(due) if backend.is_known(due) else due
 
     def receive(self, number: Any, rows: Any) -> None:
         found = int(number), ops.convert_to_numpy(rows)
@@ -227,58 +191,9 @@ class Watched:
             if number >= 0:
                 self.forget()
             return number, rows[:-1]
-        if keras.backend.backend() == "jax":
-            import jax
-
-            jax.effects_barrier()
+        backend.wait()
         found, self.found = self.found, (-1, None)
         return found
-
-
-def _reader(variable: Any) -> tuple[Callable[[], np.ndarray], Callable[[], Any]]:
-    """Reads a TensorFlow variable, in a quarter of the time of `variable.numpy`; and
-    sets it to -1."""
-    import tensorflow as tf
-
-    value = getattr(variable.value, "values", [variable.value])[0]  # of replicas
-    empty = tf.fill(value.shape, tf.constant(-1, value.dtype))
-    read, assign = tf.raw_ops.ReadVariableOp, tf.raw_ops.AssignVariableOp
-    return (
-        lambda: read(resource=value.handle, dtype=value.dtype).numpy(),
-        lambda: assign(resource=value.handle, value=empty),
-    )
-
-
-def _send_from_a_graph(
-    receive: Callable[[Any, Any], None], number: Any, due: Any, rows: Callable[[], Any]
-) -> None:
-    import tensorflow as tf
-
-    def received(*found: Any) -> np.int64:
-        receive(*found)
-        return np.int64(0)
-
-    def send() -> Any:
-        return tf.numpy_function(received, [number, rows()], tf.int64)
-
-    send() if due is True else tf.cond(due, send, lambda: tf.constant(0, tf.int64))
-
-
-def _is_known(x: Any) -> bool:
-    """Whether a tensor has its value now, and the same for all replicas."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.executing_eagerly() and not tf.distribute.has_strategy()
-    return not _is_traced(x)
-
-
-def _is_traced(x: Any) -> bool:
-    if keras.backend.backend() != "jax":
-        return False
-    import jax
-
-    return isinstance(x, jax.core.Tracer)
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

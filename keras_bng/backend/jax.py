@@ -1,0 +1,68 @@
+"""JAX: XLA fuses the plain formulas, so that only the norms need care."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from keras_bng.backend import common
+from keras_bng.backend.common import Rows, call_one, norms_of, squares_in
+
+
+def block_norms(
+    tensors: Sequence[Any],
+    members: Sequence[Sequence[int]],
+    dtype: str,
+    any_size: bool = True,
+) -> Any:
+    """See `common`."""
+    rows = Rows(tensors, members)
+    if not rows.groups:
+        return jnp.zeros((len(members),), dtype)
+    return norms_of(rows, dtype, any_size, squares_in(dtype), cond)
+
+
+def cond(condition: Any, if_true: Any, if_false: Any, *inputs: Any) -> Any:
+    """`jax.lax.cond`, which outside of a jitted function would compile each time."""
+    if is_traced(condition):
+        return jax.lax.cond(condition, if_true, if_false, *inputs)
+    return call_one(condition, if_true, if_false, *inputs)
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a tensor is one of a function that is being jitted."""
+    return isinstance(x, jax.core.Tracer)
+
+
+# What the tools need, to look into a step.
+
+
+def is_known(tensor: Any) -> bool:
+    """See `common`."""
+    return not is_traced(tensor)
+
+
+def send(
+    receive: Callable[[Any, Any], None], number: Any, due: Any, rows: Callable[[], Any]
+) -> None:
+    """See `common`."""
+    if not is_traced(number):
+        return common.send(receive, number, due, rows)
+
+    def send_now() -> None:
+        jax.debug.callback(receive, number, rows())
+
+    send_now() if due is True else jax.lax.cond(due, send_now, lambda: None)
+
+
+def wait() -> None:
+    """See `common`."""
+    jax.effects_barrier()
+
+
+def sync(model: Any) -> None:
+    """See `common`. `fit` has the values, not the variables."""
+    model.jax_state_sync()

@@ -1,0 +1,421 @@
+"""torch: all variables in a few calls; numbers that steer the step are read at once."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import torch
+
+from keras_bng.backend.common import least
+
+kernels: Any = torch  # whose private names have stricter types than they need
+# In one piece, the norm of a million entries would be off in the fourth digit.
+PIECE = 2**16
+# The path of a variable that Keras had to name itself.
+AUTOMATIC = re.compile(r"(^|/)variable(_\d+)?$")
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# What every dtype here can hold in full precision lies between these.
+TINY, HUGE = float(np.finfo("float32").tiny), float(np.finfo("float32").max)
+# Powers of the betas are 0 by then: the rate has Keras's bias correction in it.
+LATE = 2.0**30
+
+
+def as_tensor(gradient: Any) -> Any:
+    """See `common`."""
+    is_one = isinstance(gradient, torch.Tensor)
+    return gradient if is_one else keras.ops.convert_to_tensor(gradient)
+
+
+def values_of(tensor: Any) -> Any:
+    """See `common`."""
+    return as_tensor(tensor.value if isinstance(tensor, keras.Variable) else tensor)
+
+
+def times(gradient: Any, factor: Any) -> Any:
+    """`normalize.times`; in one pass where the factor is a number."""
+    if gradient is None:
+        return None
+    if isinstance(factor, torch.Tensor):
+        product = gradient.to(factor.dtype) * factor
+        return torch.where(factor == 0, 0.0, product).to(gradient.dtype)
+    if not factor:
+        return torch.zeros_like(gradient)
+    wide = gradient if gradient.dtype in DTYPES.values() else gradient.float()
+    return (wide * factor).to(gradient.dtype)
+
+
+def one_by_one(vector: Any) -> list[Any]:
+    """See `common`."""
+    return list(vector.unbind()) if _is_compiling() else vector.tolist()
+
+
+def _is_compiling() -> bool:
+    """Whether `torch.compile` is tracing this: there are no numbers to look at."""
+    return torch.compiler.is_compiling()
+
+
+# Norms.
+
+
+@torch.no_grad()
+def block_norms(
+    tensors: Sequence[Any],
+    members: Sequence[Sequence[int]],
+    dtype: str,
+    any_size: bool = True,
+) -> Any:
+    """See `common`."""
+    if _is_compiling():
+        return _compiled_norms(tensors, members, dtype)
+    pieces: list[Any] = []
+    ends = []
+    for block in members:
+        for i in block:
+            tensor = tensors[i].to(DTYPES[dtype])
+            is_long = tensor.numel() > PIECE
+            pieces += tensor.reshape(-1).split(PIECE) if is_long else [tensor]
+        ends.append(len(pieces))
+    if not pieces:
+        return torch.zeros(len(members), dtype=DTYPES[dtype])
+    norms = torch.stack(kernels._foreach_norm(pieces)).tolist()
+    if any_size:
+        floor = least(1, dtype)
+        norms = [
+            norm
+            if norm * norm > piece.numel() * floor and norm < math.inf
+            else _careful_norm(piece)
+            for norm, piece in zip(norms, pieces)
+        ]
+    starts = [0, *ends]
+    by_block = [math.hypot(*norms[a:b]) for a, b in zip(starts, ends)]
+    return torch.tensor(by_block, dtype=DTYPES[dtype], device=pieces[0].device)
+
+
+def _careful_norm(piece: Any) -> float:
+    """Where squares over- or underflow; of a layer that is dead, a look is enough."""
+    if not piece.numel():
+        return 0.0
+    low, high = torch.aminmax(piece)
+    largest = max(-float(low), float(high))
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * float(torch.linalg.vector_norm(piece / largest))
+
+
+def _compiled_norms(tensors: Any, members: Any, dtype: str) -> Any:
+    if dtype == "float64":
+        from keras_bng.normalize import block_norms  # which needs this module first
+
+        return block_norms(tensors, members, dtype)
+    device = keras.ops.convert_to_tensor(0.0).device
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = [
+        sum((tensors[i].double().square().sum() for i in block), zero)
+        for block in members
+    ]
+    return torch.stack(sums).sqrt().to(DTYPES[dtype])
+
+
+# The update.
+
+
+@torch.no_grad()
+def update(
+    base: str,
+    settings: dict[str, Any],
+    gradients: Sequence[Any],
+    factors: Sequence[Any],
+    variables: Sequence[Any],
+    states: Sequence[Sequence[Any]],
+    rate: Any,
+    step: Any,
+) -> list[int]:
+    """See `common`."""
+    everything = list(range(len(variables)))
+    values = [v.value for v in variables]
+    state_values = [[v.value for v in kind] for kind in states]
+    if base == "SGD" and _is_compiling():
+        _traced_sgd(settings, values, gradients, factors, state_values, rate)
+        return []
+    if base not in KERNELS or _is_compiling():
+        return everything
+    of_all = not isinstance(rate, list)
+    rates = [_number(rate)] * len(values) if of_all else list(map(_number, rate))
+    done: set[int] = set()
+    for members in _groups([gradients, values, *state_values]):
+        if has_fused_kernels(values[members[0]].device.type):
+            KERNELS[base](
+                Group(
+                    settings,
+                    [values[i] for i in members],
+                    [gradients[i] for i in members],
+                    [factors[i] for i in members],
+                    [[kind[i] for i in members] for kind in state_values],
+                    [rates[i] for i in members],
+                    _number(step),
+                )
+            )
+            done.update(members)
+    return [i for i in everything if i not in done] if len(done) < len(values) else []
+
+
+def _groups(kinds: list[Sequence[Any]]) -> list[list[int]]:
+    """The positions of what a kernel takes together: gradients, variables and state.
+
+    Halves are for the plain path, with its epsilon.
+    """
+    first = kinds[0][0]
+    if all(_fit(kind, first.dtype, first.device) for kind in kinds):
+        return [list(range(len(kinds[0])))]
+    groups: dict[Any, list[int]] = {}
+    for i, tensors in enumerate(zip(*kinds)):
+        dtype, device = tensors[0].dtype, tensors[0].device
+        if _fit(tensors, dtype, device):
+            groups.setdefault((dtype, device), []).append(i)
+    return list(groups.values())
+
+
+def _fit(tensors: Sequence[Any], dtype: Any, device: Any) -> bool:
+    return (
+        dtype in DTYPES.values()
+        and {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
+        and all(t.dtype is dtype for t in tensors)
+        and all(t.device == device for t in tensors)
+        and all(map(torch.Tensor.is_contiguous, tensors))
+    )
+
+
+@functools.cache
+def has_fused_kernels(device: str) -> bool:
+    """Whether this torch has them for this kind of device."""
+    one = [torch.ones(1, device=device)]
+    arguments = {"weight_decay": 0.0, "maximize": False, "lr": 0.1}
+    try:
+        kernels._fused_sgd_(
+            one,
+            one,
+            one,
+            **arguments,
+            momentum=0.9,
+            dampening=0.0,
+            nesterov=False,
+            is_first_step=False,
+        )
+        kernels._fused_adam_(
+            one,
+            one,
+            one,
+            one,
+            [],
+            one,
+            **arguments,
+            beta1=0.9,
+            beta2=0.9,
+            eps=1.0,
+            amsgrad=False,
+        )
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _number(x: Any) -> float:
+    x = x.value if isinstance(x, keras.Variable) else x
+    return x.item() if isinstance(x, torch.Tensor) else float(x)
+
+
+def _scaled(gradients: Sequence[Any], factors: Sequence[float]) -> list[Any]:
+    """Copies of the gradients times their factors; 0 where that is 0, and not NaN."""
+    scaled = list(kernels._foreach_mul(gradients, factors))
+    for i, factor in enumerate(factors):
+        if factor == 0:
+            scaled[i] = torch.zeros_like(gradients[i])
+    return scaled
+
+
+def _traced_sgd(
+    settings: Any, values: Any, gradients: Any, factors: Any, states: Any, rate: Any
+) -> None:
+    """For `torch.compile`: Keras's own reads the rate, which breaks the graph."""
+    rate = keras.ops.convert_to_tensor(rate)
+    steps = [
+        -rate * (g if factor is None else times(g, factor))
+        for g, factor in zip(gradients, factors)
+    ]
+    if not states:
+        kernels._foreach_add_(values, steps)
+        return
+    (momentums,) = states
+    kernels._foreach_mul_(momentums, settings["momentum"])
+    kernels._foreach_add_(momentums, steps)
+    if settings["nesterov"]:
+        kernels._foreach_add_(values, steps)
+        kernels._foreach_add_(values, momentums, alpha=settings["momentum"])
+    else:
+        kernels._foreach_add_(values, momentums)
+
+
+class Group(NamedTuple):
+    """Variables of one dtype and device; lists have an entry for each of them."""
+
+    settings: dict[str, Any]
+    values: list[Any]
+    gradients: list[Any]
+    factors: list[float | None]
+    states: list[list[Any]]
+    rates: list[float]
+    step: float
+
+    def normalized(self) -> list[Any]:
+        """The gradients times their factors."""
+        if all(factor is None for factor in self.factors):
+            return self.gradients
+        return _scaled(self.gradients, [1.0 if f is None else f for f in self.factors])
+
+
+# Kernels: of a base optimizer, on a group. All its rates are one but for `AdagradBNG`.
+
+
+def _sgd(group: Group) -> None:
+    values, rates, settings = group.values, group.rates, group.settings
+    factors = [1.0 if f is None else f for f in group.factors]
+    lengths = [-f * rate for f, rate in zip(factors, rates)]
+    if all(not f or TINY < abs(x) < HUGE for f, x in zip(factors, lengths)):
+        steps = _scaled(group.gradients, lengths)
+    else:
+        steps = list(kernels._foreach_mul(group.normalized(), -rates[0]))
+    if not group.states:
+        kernels._foreach_add_(values, steps)
+        return
+    # Keras has the rate in the momentum: a step of -1 along what torch takes for it.
+    kernels._fused_sgd_(
+        values,
+        steps,
+        group.states[0],
+        weight_decay=0.0,
+        momentum=settings["momentum"],
+        lr=-1.0,
+        dampening=0.0,
+        nesterov=settings["nesterov"],
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def _adam(group: Group) -> None:
+    settings = group.settings
+    beta_1, beta_2 = settings["beta_1"], settings["beta_2"]
+    # In the variables' precision, as Keras: at the first steps that is seen.
+    betas = torch.tensor([beta_1, beta_2], dtype=group.values[0].dtype, device="cpu")
+    power_1, power_2 = betas.pow(group.step).tolist()
+    rate = group.rates[0] * math.sqrt(1 - power_2) / (1 - power_1)
+    late = torch.full((), LATE, device=group.values[0].device)
+    kernels._fused_adam_(
+        group.values,
+        group.normalized(),
+        *group.states[:2],
+        group.states[2] if settings["amsgrad"] else [],
+        [late] * len(group.values),
+        lr=rate,
+        beta1=beta_1,
+        beta2=beta_2,
+        weight_decay=0.0,
+        eps=settings["epsilon"],
+        amsgrad=settings["amsgrad"],
+        maximize=False,
+    )
+
+
+def _adagrad(group: Group) -> None:
+    gradients, (sums,) = group.normalized(), group.states
+    kernels._foreach_addcmul_(sums, gradients, gradients)
+    roots = kernels._foreach_add(sums, group.settings["epsilon"])
+    kernels._foreach_sqrt_(roots)
+    kernels._foreach_addcdiv_(group.values, gradients, roots, value=-group.rates[0])
+
+
+def _adagrad_bng(group: Group) -> None:
+    gradients, (sums,) = group.normalized(), group.states
+    kernels._foreach_addcmul_(sums, gradients, gradients)
+    roots = kernels._foreach_sqrt(sums)
+    kernels._foreach_add_(roots, group.settings["delta"])
+    steps = kernels._foreach_mul(gradients, group.rates)
+    kernels._foreach_addcdiv_(group.values, steps, roots, value=-1.0)
+
+
+def _rmsprop(group: Group) -> None:
+    gradients, rate, settings = group.normalized(), group.rates[0], group.settings
+    velocities, *others = group.states
+    rho, momentum = settings["rho"], settings["momentum"]
+    kernels._foreach_mul_(velocities, rho)
+    kernels._foreach_addcmul_(velocities, gradients, gradients, value=1 - rho)
+    roots = kernels._foreach_add(velocities, settings["epsilon"])
+    if settings["centered"]:
+        means = others.pop()
+        kernels._foreach_lerp_(means, gradients, 1 - rho)
+        kernels._foreach_addcmul_(roots, means, means, value=-1.0)
+    kernels._foreach_sqrt_(roots)
+    if momentum > 0:
+        kernels._foreach_mul_(others[0], momentum)
+        kernels._foreach_addcdiv_(others[0], gradients, roots, value=rate)
+        kernels._foreach_sub_(group.values, others[0])
+    else:
+        kernels._foreach_addcdiv_(group.values, gradients, roots, value=-rate)
+
+
+KERNELS: dict[str, Any] = {
+    "SGD": _sgd,
+    "Adam": _adam,
+    "Adagrad": _adagrad,
+    "RMSprop": _rmsprop,
+    "AdagradBNG": _adagrad_bng,
+}
+
+
+@torch.no_grad()
+def reset(accumulators: Sequence[Any]) -> bool:
+    """Not by multiplying them by 0, as Keras does: a NaN would stay for ever."""
+    for accumulator in accumulators:
+        if accumulator is not None:
+            accumulator.value.zero_()
+    return True
+
+
+# What the tools need, to look into a step.
+
+
+def as_they_are(weights: list[Any]) -> list[Any]:
+    """See `common`."""
+    return [weight.clone() for weight in weights]
+
+
+def paths_of(variables: Sequence[Any], paths: list[str]) -> list[str]:
+    """See `common`. A `TorchModuleWrapper` names no variable itself.
+
+    No variable leads to its wrapper, so the wrappers are looked for in memory.
+    """
+    if not any(map(AUTOMATIC.search, paths)):
+        return paths
+    in_modules: dict[int, str] = {}
+    for layer in gc.get_objects():
+        # Not `isinstance`, which asks an object for its class: dead proxies raise.
+        if not issubclass(type(layer), keras.layers.TorchModuleWrapper):
+            continue
+        module = getattr(layer, "module", None)
+        if module is None:  # its `__init__` has failed
+            continue
+        names = {id(p): name for name, p in module.named_parameters()}
+        for variable in layer.weights:
+            name = names.get(id(variable.value))
+            if name is not None and AUTOMATIC.search(variable.path):
+                scope = variable.path.rpartition("/")[0]
+                above = layer.path or f"{scope}/{layer.name}".lstrip("/")
+                in_modules[id(variable)] = f"{above}/{name.replace('.', '/')}"
+    return [in_modules.get(id(v), path) for v, path in zip(variables, paths)]
