@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_bng.tools._rates_backend import parts_of
+from keras_bng import backend
 
 
 class _Batches(keras.callbacks.Callback):
@@ -91,7 +91,9 @@ def _copied(array: Any) -> Any:
 def rows_of(batch: Any) -> int:
     """How many examples a batch has; 1 if its shape does not say."""
     arrays = (a for a in keras.tree.flatten(batch) if a is not None)
-    return sum((_shape(part) or (1,))[0] or 1 for part in parts_of(next(arrays)))
+    return sum(
+        (_shape(part) or (1,))[0] or 1 for part in backend.parts_of(next(arrays))
+    )
 
 
 def _shape(array: Any) -> tuple[Any, ...]:

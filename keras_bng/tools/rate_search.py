@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_bng.optimizer import hooked
-from keras_bng.tools import _rates_backend as backend
+from keras_bng import backend
+from keras_bng.optimizer import SET_BY_FIT, hooked
 from keras_bng.tools import rate_batches
-from keras_bng.tools.stand_in import _another_train_function
+from keras_bng.tools.stand_in import another_train_function
 from keras_bng.tools.watched import held_optimizers
 
 # Attributes of a model that `fit`, `evaluate` and a search set.
@@ -23,9 +24,7 @@ ATTRIBUTES = (
     "stop_training",
     "stop_evaluating",
     "history",
-    "_eval_epoch_iterator",
-    "_jax_state",
-    "_jax_state_synced",
+    *SET_BY_FIT,
 )
 LOOK = 10  # steps after which losses are fetched: a GPU need not wait at each
 Tell = Callable[[int, float], None]
@@ -61,7 +60,7 @@ class Search:
     ) -> None:
         """Takes the batches, builds what is not built, and makes the functions."""
         model = self.model
-        with backend.scope_of(model):
+        with _scope_of(model):
             optimizer = fresh_copy(model.optimizer)
         self.batches = rate_batches.for_training(
             model, steps, x, y, sample_weight, batch_size
@@ -71,15 +70,15 @@ class Search:
             if validation_data is None
             else rate_batches.for_validation(model, steps, validation_data, batch_size)
         )
-        with backend.scope_of(model):
+        with _scope_of(model):
             _build(model, self.batches[0])
             optimizer.build(model.trainable_variables)
         self.kept.set_optimizer(optimizer)
         self.fresh = [backend.keeper(v) for v in optimizer.variables]
         self.kept.add()
-        train = _another_train_function(model)
+        train = another_train_function(model)
         model.make_test_function(force=True)
-        self.steps = backend.steps_of(model, train, model.test_function)
+        self.steps = backend.Calls(model, train, model.test_function)
 
     def begin(self, rate: float) -> None:
         """From the start, with an optimizer that has made no step yet."""
@@ -187,6 +186,12 @@ def fresh_copy(optimizer: Any) -> Any:
         if name in ours or name.startswith("_exclude_from_weight_decay"):
             vars(copy)[name] = value
     return copy
+
+
+def _scope_of(model: Any) -> Any:
+    """Where the model's variables are made, on TensorFlow."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy.scope() if strategy is not None else contextlib.nullcontext()
 
 
 def _build(model: Any, batch: Any) -> None:
