@@ -13,6 +13,7 @@ from keras_bng.optimizers import (
     block_normalized,
 )
 from keras_bng.rules import Adaptive, Clip, Rule, Unit
+from keras_bng.tools.learning_rate import find_learning_rate
 from keras_bng.tools.monitor import BlockMonitor
 from keras_bng.tools.summary import block_summary
 
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "block_normalized",
     "block_summary",
+    "find_learning_rate",
     "normalize",
     "partition",
 ]

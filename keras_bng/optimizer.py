@@ -12,6 +12,7 @@ Private hooks of Keras that it relies on; `tests/test_keras_hooks.py` watches th
 - `_trainable_variables`: to take over the state of an optimizer that was built.
 - `_exclude_from_weight_decay*`: settings that `get_config` leaves out.
 - `_optimizer_map`: which of its optimizers a `MultiOptimizer` will give a variable.
+- what `SET_BY_FIT` names, of a model: `find_learning_rate` puts it back.
 - `_momentums` and so on, in `FUSED`: the state of the bases with a fused update.
 
 `Watch` replaces one of the first two, and `apply`, on an instance of any Keras
@@ -56,6 +57,7 @@ ONLY_NOW_AND_THEN = (
     "raise here too). Call `strategy.run` eagerly, or leave out `{}`."
 )
 EAGER_STEPS = 8  # that an optimizer remembers: sets of variables and settings
+SET_BY_FIT = ("_eval_epoch_iterator", "_jax_state", "_jax_state_synced")
 # In these dtypes the square of a smaller number is 0, and with it a second moment.
 SMALLEST_ROOTS = {"float16": 2.0**-12}
 

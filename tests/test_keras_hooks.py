@@ -5,11 +5,21 @@ import inspect
 import keras
 import numpy as np
 import pytest
-from helpers import arrays, some_gradients, some_variables, tensors, variable
+from helpers import (
+    arrays,
+    compiled,
+    small_data,
+    small_model,
+    some_gradients,
+    some_variables,
+    tensors,
+    variable,
+)
 
 import keras_bng
 from keras_bng import SGDNG
 from keras_bng.optimizer import (
+    SET_BY_FIT,
     Watch,
     backend_class,
     chooser_of,
@@ -72,6 +82,20 @@ def test_the_hooks_exist_with_the_arguments_that_we_pass():
     assert arguments("load_own_variables") == ["self", "store"]
     if keras.backend.backend() == "tensorflow":
         assert arguments("_all_reduce_sum_gradients") == ["self", "grads_and_vars"]
+
+
+def test_what_fit_and_evaluate_leave_on_a_model_is_known(rng):
+    """What is new on it, or another object than before, is put back by a search."""
+    model = compiled(small_model(), SGD(0.1))
+    x, y = small_data(rng)
+    before = dict(vars(model))
+    model.fit(x, y, verbose=0, validation_data=(x, y))
+    changed = {k for k, v in vars(model).items() if before.get(k, model) is not v}
+    assert {name for name in changed if name.startswith("_")} <= {
+        *SET_BY_FIT,
+        "_compile_metrics",  # which is built, and its variables are put back
+        "_tracker",
+    }
 
 
 def test_the_private_attributes_hold_what_we_read(rng):

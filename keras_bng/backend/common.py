@@ -357,3 +357,40 @@ def _event_writer(log_dir: Any) -> tuple[Any, Any, Any]:
 
     writer = event_file_writer.EventFileWriter(str(log_dir))
     return event_pb2.Event, writer.add_event, writer.flush
+
+
+class Calls:
+    """Calls Keras's train and test functions, a batch a time: as on TensorFlow.
+
+    Metrics are reset before each, so that the loss which comes back is the batch's.
+    """
+
+    def __init__(self, model: Any, train: Any, test: Any) -> None:
+        self.model, self.train_function, self.test_function = model, train, test
+
+    def begin(self) -> None:
+        """From the values that the variables have now."""
+
+    def train(self, batch: Any) -> dict[str, Any]:
+        self.model.reset_metrics()
+        return self.train_function(iter([batch]))
+
+    def test(self, batch: Any) -> dict[str, Any]:
+        self.model.reset_metrics()
+        return self.test_function(iter([batch]))
+
+
+def keeper(variable: Any) -> Callable[[], Any]:
+    """Puts the present value back, on each replica its own."""
+    value = np.array(ops.convert_to_numpy(variable))
+    return lambda: variable.assign(value)
+
+
+def keeper_beside(model: Any) -> Callable[[], Any]:
+    """Puts back what a model has beside its variables."""
+    return lambda: None
+
+
+def parts_of(array: Any) -> list[Any]:
+    """Those of an array that was dealt out to replicas; else only itself."""
+    return [array]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from keras_bng.backend import common
 from keras_bng.backend.common import Rows, call_one, norms_of, squares_in
@@ -66,3 +67,28 @@ def wait() -> None:
 def sync(model: Any) -> None:
     """See `common`. `fit` has the values, not the variables."""
     model.jax_state_sync()
+
+
+class Calls(common.Calls):
+    """See `common`. Values go from step to step; the variables see nothing of it."""
+
+    def begin(self) -> None:
+        model = self.model
+        model.reset_metrics()
+        self.reset = [np.array(v.value) for v in model.metrics_variables]
+        groups = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+        )
+        self.values = [[v.value for v in group] for group in groups]
+
+    def train(self, batch: Any) -> dict[str, Any]:
+        state = (*self.values, list(self.reset))
+        logs, (*self.values, _) = self.train_function(state, iter([batch]))
+        return logs
+
+    def test(self, batch: Any) -> dict[str, Any]:
+        state = (*self.values[:2], list(self.reset))
+        logs, (*self.values[:2], _) = self.test_function(state, iter([batch]))
+        return logs

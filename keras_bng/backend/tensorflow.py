@@ -573,3 +573,15 @@ def _event_writer(log_dir: Any) -> tuple[Any, Any, Any]:
 
     write(new_event(wall_time=time.time(), file_version="brain.Event:2"))
     return new_event, write, file.flush
+
+
+def keeper(variable: Any) -> Callable[[], Any]:
+    """See `common`."""
+    parts = [(part, part.numpy()) for part in parts_of(variable.value)]
+    return lambda: [part.assign(value) for part, value in parts]
+
+
+def parts_of(array: Any) -> list[Any]:
+    """See `common`."""
+    is_dealt_out = isinstance(array, tf.distribute.DistributedValues)
+    return list(array.values) if is_dealt_out else [array]

@@ -6,13 +6,14 @@ import functools
 import gc
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import torch
 
+from keras_bng.backend import common
 from keras_bng.backend.common import least
 
 kernels: Any = torch  # whose private names have stricter types than they need
@@ -419,3 +420,43 @@ def paths_of(variables: Sequence[Any], paths: list[str]) -> list[str]:
                 above = layer.path or f"{scope}/{layer.name}".lstrip("/")
                 in_modules[id(variable)] = f"{above}/{name.replace('.', '/')}"
     return [in_modules.get(id(v), path) for v, path in zip(variables, paths)]
+
+
+class Calls(common.Calls):
+    """See `common`."""
+
+    def train(self, batch: Any) -> dict[str, Any]:
+        self.model.train()
+        self.model.reset_metrics()
+        return self.train_function([batch])
+
+    def test(self, batch: Any) -> dict[str, Any]:
+        self.model.eval()
+        self.model.reset_metrics()
+        return self.test_function([batch])
+
+
+def keeper_beside(model: Any) -> Callable[[], Any]:
+    """See `common`: modes, gradients, buffers, and the random state, too.
+
+    Dropout without a seed draws from the latter.
+    """
+    # By name: Keras makes those that hold parameters anew.
+    modes = {name: module.training for name, module in model.named_modules()}
+    gradients = [(weight, weight.grad) for weight in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    random = torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put_back() -> None:
+        for name, module in model.named_modules():
+            module.training = modes.get(name, model.training)
+        for weight, gradient in gradients:
+            weight.grad = gradient
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        torch.set_rng_state(random)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+    return put_back

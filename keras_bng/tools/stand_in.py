@@ -63,7 +63,7 @@ class StandIn:
         if self.made_for != made_for:
             self.group = Group(optimizers, make)
             function = model.train_function
-            self.watching = _another_train_function(model)
+            self.watching = another_train_function(model)
             model.train_function = function
             self.made_for = made_for
         if not there:
@@ -90,7 +90,7 @@ def _behind(train_function: Any) -> list[Any]:
     return [other.group, *_behind(other.plain)] if other else [train_function]
 
 
-def _another_train_function(model: keras.Model) -> Any:
+def another_train_function(model: keras.Model) -> Any:
     """Like the model's own, and traced apart from it."""
     own, train_step = "train_step" in vars(model), model.train_step
     # JAX would take two functions that call one `train_step` for the same.
