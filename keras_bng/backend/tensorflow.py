@@ -289,8 +289,8 @@ def _folded(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Leaves factors of large gradients to the kernel, which spares copies of them.
 
-    Only if a block was dropped, or if something is out of range, are the gradients
-    scaled after all. Gradients, factors to scale them by, and those for the kernel.
+    Only those of a block that is 0 or was dropped, or where something is out of range,
+    are scaled after all. Gradients, factors to scale them by, and those for the kernel.
     """
     large = [
         i
@@ -304,20 +304,36 @@ def _folded(
     low, high = (tf.constant(limit, found.dtype) for limit in limits)
     rates = tf.cast(rate, found.dtype) * found
     fits = tf.math.is_finite(rates) & (abs(rates) >= tiny(rates.dtype.name))
-    folds = tf.reduce_all(fits & (found >= low) & (found <= high))
+    folds = fits & (found >= low) & (found <= high)
 
-    def scaled(factors: Any, gradients: Any) -> list[Any]:
-        return [times(g, f) for g, f in zip(gradients, tf.unstack(factors))]
+    def scaled(folds: Any, factors: Any, gradients: Any) -> list[Any]:
+        scale = _traced_times(found.dtype)
+        each_of_them = zip(gradients, tf.unstack(factors), tf.unstack(folds))
+        return [tf.ensure_shape(scale(g, *rest), g.shape) for g, *rest in each_of_them]
 
-    def untouched(factors: Any, gradients: Any) -> list[Any]:
+    def untouched(folds: Any, factors: Any, gradients: Any) -> list[Any]:
         return gradients
 
-    result = graph_if(folds, untouched, scaled, found, [gradients[i] for i in large])
+    large_ones = [gradients[i] for i in large]
+    all_fold = tf.reduce_all(folds)
+    result = graph_if(all_fold, untouched, scaled, folds, found, large_ones)
     for_kernel = tf.unstack(tf.where(folds, found, tf.ones_like(found)))
     gradients, factors = list(gradients), list(factors)
     for i, gradient, factor in zip(large, result, for_kernel):
         gradients[i], factors[i], folded[i] = gradient, None, factor
     return gradients, factors, folded
+
+
+@functools.cache
+def _traced_times(dtype: Any) -> Any:
+    """`times`, unless the factor is folded; traced once for gradients of any shape."""
+
+    def scale(gradient: Any, factor: Any, folds: Any) -> Any:
+        return tf.cond(folds, lambda: gradient, lambda: times(gradient, factor))
+
+    shapes: Any = [(None, dtype), ([], dtype), ([], tf.bool)]
+    signature = [tf.TensorSpec(*shape) for shape in shapes]
+    return tf.function(scale, input_signature=signature, autograph=False)
 
 
 # Which kernels take a factor instead of a scaled gradient, and between which limits:
