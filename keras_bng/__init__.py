@@ -12,7 +12,7 @@ from keras_bng.optimizers import (
     RMSpropNG,
     block_normalized,
 )
-from keras_bng.rules import Adaptive, Clip, Rule, Unit
+from keras_bng.rules import Adaptive, Clip, Rms, Rule, Unit
 from keras_bng.tools.learning_rate import find_learning_rate
 from keras_bng.tools.monitor import BlockMonitor
 from keras_bng.tools.summary import block_summary
@@ -28,6 +28,7 @@ __all__ = [
     "BlockNormalized",
     "Clip",
     "RMSpropNG",
+    "Rms",
     "Rule",
     "Unit",
     "__version__",

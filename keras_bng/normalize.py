@@ -7,6 +7,7 @@ faster ones, from `keras_bng/backend/`; tests compare them with these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ class Factors(NamedTuple):
     """What one step found out about each block; vectors have one entry a block."""
 
     raw: list[Any]  # the gradients as they came in, repeated sparse rows summed
-    gradient_norm: Any
+    gradient_norm: Any  # each by the norm that was asked for
     weight_norm: Any  # None if the rule does not read it
     factor: Any
     kept: Any  # bool: False where the gradient was not finite
@@ -33,6 +34,8 @@ def normalize(
     weights: Sequence[Any],
     blocks: Sequence[Block],
     rule: rules.RuleSpec = "unit",
+    *,
+    norm: str = "l2",
 ) -> list[Any]:
     """Multiplies every block's gradient by `rule(gradient_norm, weight_norm)`.
 
@@ -43,7 +46,10 @@ def normalize(
         weights: The variables, or their values in the order given to `partition`.
         blocks: What `partition` returned. Weights in none of the blocks keep their
             gradient.
-        rule: `"unit"`, `"adaptive"`, `"clip"`, a rule object, a callable, or None.
+        rule: `"unit"`, `"rms"`, `"adaptive"`, `"clip"`, a rule object, a callable, or
+            None.
+        norm: `"l2"` (default), `"l1"` or `"max"`: by which a block's gradient, and for
+            `"adaptive"` its weights, is measured.
 
     Returns:
         The list of scaled gradients, in the same order and dtypes; integers become
@@ -59,7 +65,7 @@ def normalize(
         >>> print(keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b))
         [0.6 0. ] [0.8]
     """
-    rule = rules.get(rule)
+    rule, norm = rules.get(rule), check_norm(norm)
     if len(gradients) != len(weights):
         raise ValueError(
             "`gradients` and `weights` must have the same length. Received: "
@@ -68,7 +74,7 @@ def normalize(
     if rule is None or not blocks:
         return list(gradients)
     members = _members(weights, blocks)
-    found = block_factors(gradients, weights, members, rule)
+    found = block_factors(gradients, weights, members, rule, norm)
     scaled = list(found.raw)
     for block, factor in zip(members, backend.one_by_one(found.factor)):
         for i in block:
@@ -99,6 +105,7 @@ def block_factors(
     weights: Sequence[Any],
     members: Sequence[Sequence[int]],
     rule: Any,
+    norm: str = "l2",
 ) -> Factors:
     """The factor of each block, with blocks given by position in `gradients`."""
     raw = [backend.with_shape(_as_tensor(g), w) for g, w in zip(gradients, weights)]
@@ -110,16 +117,21 @@ def block_factors(
             names |= _names_of_dtypes([raw[i]])
     dtype = "float64" if "float64" in names.values() else "float32"
     entries = [None if g is None else backend.values_of(g) for g in raw]
-    gradient_norm = backend.block_norms(entries, members, dtype)
+    gradient_norm = backend.block_norms(entries, members, dtype, norm)
     weight_norm = None
-    if getattr(rule, "uses_weights", True):
+    if rules.uses_weights(rule):
         entries = [backend.values_of(w) for w in weights]
-        weight_norm = backend.block_norms(entries, members, dtype)
+        weight_norm = backend.block_norms(entries, members, dtype, norm)
 
     finite = ops.isfinite(gradient_norm)
     usable = ops.logical_and(finite, gradient_norm >= tiny(dtype))
     ones = ops.ones_like(gradient_norm)
-    factor = rule(ops.where(usable, gradient_norm, ones), weight_norm)
+    norms = [ops.where(usable, gradient_norm, ones), weight_norm]
+    if rules.uses_ones(rule):
+        sizes = [sum(math.prod(weights[i].shape) for i in block) for block in members]
+        ones_norm = [NORM_OF_ONES[norm](size) for size in sizes]
+        norms.append(ops.convert_to_tensor(ones_norm, dtype))
+    factor = rule(*norms)
     factor = ops.cast(check_factor(factor, len(members)), dtype)
     kept = ops.logical_and(finite, ops.isfinite(factor))
     factor = ops.where(ops.logical_and(usable, kept), factor, ops.zeros_like(factor))
@@ -145,25 +157,51 @@ def check_factor(factor: Any, count: int) -> Any:
 
 
 def block_norms(
-    tensors: Sequence[Any], members: Sequence[Sequence[int]], dtype: str
+    tensors: Sequence[Any],
+    members: Sequence[Sequence[int]],
+    dtype: str,
+    norm: str = "l2",
 ) -> Any:
-    """The Euclidean norm of each block, `members` being positions in `tensors`.
-
-    Squares of 1e-25 are 0 in float32, and squares of 1e25 are infinite: so a block is
-    divided by its largest entry before it is squared.
-    """
+    """The norm of each block, `members` being positions in `tensors`."""
     norms = [ops.zeros((), dtype)]
     for block in members:
         entries = [ops.reshape(ops.cast(tensors[i], dtype), (-1,)) for i in block]
-        if not entries:
-            norms.append(norms[0])
-            continue
-        entry = ops.concatenate(entries)
-        largest = ops.max(ops.abs(entry), initial=0)
-        usable = ops.logical_and(ops.isfinite(largest), largest >= tiny(dtype))
-        scale = ops.where(usable, largest, ops.ones_like(largest))
-        norms.append(scale * ops.sqrt(ops.sum(ops.square(entry / scale))))
+        entry = ops.concatenate(entries) if entries else ops.zeros((0,), dtype)
+        norms.append(NORMS[norm](entry))
     return ops.stack(norms)[1:]
+
+
+def _euclidean(entry: Any) -> Any:
+    """Squares of 1e-25 are 0 in float32, and squares of 1e25 are infinite: so a block
+    is divided by its largest entry before it is squared."""
+    largest = ops.max(ops.abs(entry), initial=0)
+    smallest = tiny(keras.backend.standardize_dtype(entry.dtype))
+    usable = ops.logical_and(ops.isfinite(largest), largest >= smallest)
+    scale = ops.where(usable, largest, ops.ones_like(largest))
+    return scale * ops.sqrt(ops.sum(ops.square(entry / scale)))
+
+
+NORMS: dict[str, Any] = {
+    "l2": _euclidean,
+    "l1": lambda entry: ops.sum(ops.abs(entry)),
+    "max": lambda entry: ops.max(ops.abs(entry), initial=0),
+}
+# Of so many ones.
+NORM_OF_ONES: dict[str, Any] = {
+    "l2": math.sqrt,
+    "l1": float,
+    "max": lambda n: min(n, 1),
+}
+
+
+def check_norm(norm: Any) -> str:
+    """Returns the `norm` argument, or says what is wrong with it."""
+    if not isinstance(norm, str) or norm not in NORMS:
+        raise ValueError(
+            "`norm` must be 'l2' (Euclidean), 'l1' (the sum of absolute values) or "
+            f"'max' (the largest of them). Received: norm={norm!r}"
+        )
+    return norm
 
 
 def times(gradient: Any, factor: Any) -> Any:

@@ -38,7 +38,7 @@ from keras import ops
 from keras_bng import backend, rules
 from keras_bng.backend.common import is_sparse
 from keras_bng.blocks import Block, Blocks, BlockSpec, check_spec, partition
-from keras_bng.normalize import Factors, block_factors, check_factor
+from keras_bng.normalize import Factors, block_factors, check_factor, check_norm
 from keras_bng.saving import (
     SavedBlocks,
     as_saved,
@@ -141,24 +141,27 @@ class BlockNormalized(Base):
 
     Put it in front of a Keras optimizer: `class LionNG(BlockNormalized, Lion)`.
 
-    `rule`, `l2` and `jit_compile` are attributes that can be set later. An eager step
-    follows at once. A function that is traced already, `fit`'s for example, does not,
-    as with any setting of a Keras optimizer but the learning rate: call
+    `rule`, `l2`, `jit_compile` and `norm` are attributes that can be set later. An
+    eager step follows at once. A function that is traced already, `fit`'s for example,
+    does not, as with any setting of a Keras optimizer but the learning rate: call
     `model.make_train_function(force=True)`, or compile the model again.
 
     Args:
         blocks: What makes a block: `"layer"` (default), `"variable"`, `"model"`, a
             callable `variable -> str | None`, or a list of `(regex, name | None)`
             searched in `variable.path`. See `keras_bng.partition`.
-        rule: The factor of a block: `"unit"` (default), `"adaptive"`, `"clip"`, a rule
-            object, a callable `(gradient_norm, weight_norm) -> factor` on vectors
-            with one entry a block, or None for the base optimizer as it is.
+        rule: The factor of a block: `"unit"` (default), `"rms"`, `"adaptive"`,
+            `"clip"`, a rule object, a callable `(gradient_norm, weight_norm) -> factor`
+            on vectors with one entry a block, or None for the base optimizer as it is.
         l2: Adds `l2 * w` to the gradient after normalization, as weight decay does in
             Torch. Keras's own `weight_decay` is decoupled from the gradient.
         jit_compile: How a step called eagerly on TensorFlow runs: `"auto"` as one
             compiled function, with XLA if there is a GPU; `True` always with XLA;
             `False` op by op. Op by op runs, too, what may change in Python from step to
             step: an `update_step` of your own, and settings that are new.
+        norm: By which a block's gradient is measured, and for `"adaptive"` its weights:
+            `"l2"` (default, Euclidean), `"l1"` (the sum of absolute values) or `"max"`
+            (the largest of them).
     """
 
     def __init__(
@@ -168,10 +171,12 @@ class BlockNormalized(Base):
         rule: rules.RuleSpec = "unit",
         l2: float | None = None,
         jit_compile: bool | str = "auto",
+        norm: str = "l2",
         **kwargs: Any,
     ) -> None:
         blocks = check_spec(blocks)
         rule = rules.get(rule)
+        norm = check_norm(norm)
         _check_l2(l2)
         _check_jit_compile(jit_compile)
         super().__init__(*args, **kwargs)
@@ -179,6 +184,7 @@ class BlockNormalized(Base):
         self._rule = rule
         self._l2 = l2
         self._jit_compile = jit_compile
+        self._norm = norm
         self._built_blocks: _Built | None = None
         self._saved_blocks: Any = None
 
@@ -222,6 +228,15 @@ class BlockNormalized(Base):
     def jit_compile(self, jit_compile: bool | str) -> None:
         _check_jit_compile(jit_compile)
         self._jit_compile = jit_compile
+
+    @property
+    def norm(self) -> str:
+        """By which a block is measured."""
+        return self._norm
+
+    @norm.setter
+    def norm(self, norm: str) -> None:
+        self._norm = check_norm(norm)
 
     @property
     def skipped_blocks(self) -> Any:
@@ -303,7 +318,7 @@ class BlockNormalized(Base):
         members = self._places(variables).members
         if not any(members):
             return None
-        found = block_factors(gradients, variables, members, self.rule)
+        found = block_factors(gradients, variables, members, self.rule, self.norm)
         dropped = ops.sum(ops.cast(ops.logical_not(found.kept), "int32"))
         if not backend.counts_here(self._skipped_blocks):
             dropped = ops.zeros_like(dropped)
@@ -422,7 +437,7 @@ class BlockNormalized(Base):
         """What a trace of the step freezes, to be compared with that of other steps."""
         rule = self.rule
         if not rules.is_constant(rule):
-            rule = getattr(rule, "uses_weights", True)
+            rule = rules.uses_weights(rule), rules.uses_ones(rule)
         return rule, *(
             (name, _plain(value))
             for name, value in vars(self).items()
@@ -458,6 +473,7 @@ class BlockNormalized(Base):
             "rule": serialized("rule", self.rule),
             "l2": self.l2,
             "jit_compile": self.jit_compile,
+            "norm": self.norm,
         }
         built = self._built_blocks
         if built is not None:
@@ -520,16 +536,19 @@ class _PresentRule(rules.Rule):
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.uses_weights = getattr(optimizer.rule, "uses_weights", True)
+        self.uses_weights = rules.uses_weights(optimizer.rule)
+        self.uses_ones = rules.uses_ones(optimizer.rule)
 
-    def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
-        def factor(gradient_norm: Any, weight_norm: Any = None) -> Any:
-            found = self.optimizer.rule(gradient_norm, weight_norm)
-            return ops.cast(check_factor(found, len(gradient_norm)), dtype)
+    def __call__(self, *norms: Any) -> Any:
+        def factor(*known: Any) -> Any:
+            of_each = iter(known)
+            found = self.optimizer.rule(
+                *(None if n is None else next(of_each) for n in norms)
+            )
+            return ops.cast(check_factor(found, len(known[0])), dtype)
 
-        dtype = gradient_norm.dtype
-        norms = [gradient_norm, weight_norm][: 1 + self.uses_weights]
-        return backend.called_in_python(factor, norms)
+        dtype = norms[0].dtype
+        return backend.called_in_python(factor, [n for n in norms if n is not None])
 
 
 def _check_l2(l2: Any) -> None:
@@ -548,7 +567,9 @@ def _check_jit_compile(jit_compile: Any) -> None:
 def _check_factors_of(rule: Any, blocks: tuple[Block, ...]) -> None:
     if rule is not None and blocks:
         ones = ops.ones((len(blocks),))
-        check_factor(rule(ones, ones), len(blocks))
+        weight_norm = ones if rules.uses_weights(rule) else None
+        known = [ones, weight_norm, ones][: 2 + rules.uses_ones(rule)]
+        check_factor(rule(*known), len(blocks))
 
 
 def backend_class(stock: Any) -> Any:

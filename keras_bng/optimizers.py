@@ -37,7 +37,7 @@ class SGDNG(BlockNormalized, SGD):
     """SGD with momentum on block-normalized gradients (the paper's SGDMNG).
 
     Takes the arguments of `keras.optimizers.SGD` in their order (here `momentum`
-    defaults to 0.9), then `blocks`, `rule`, `l2` and `jit_compile`: see
+    defaults to 0.9), then `blocks`, `rule`, `l2`, `jit_compile` and `norm`: see
     `keras_bng.BlockNormalized`. Without momentum, the gradient of an `Embedding` stays
     sparse and a step costs what its touched rows cost.
 
@@ -84,8 +84,8 @@ class AdamNG(BlockNormalized, _EpsilonBesideRoot, Adam):
     """Adam on block-normalized gradients.
 
     Takes the arguments of `keras.optimizers.Adam` in their order (here `epsilon`
-    defaults to the paper's 1e-8), then `blocks`, `rule`, `l2` and `jit_compile`: see
-    `keras_bng.BlockNormalized`.
+    defaults to the paper's 1e-8), then `blocks`, `rule`, `l2`, `jit_compile` and
+    `norm`: see `keras_bng.BlockNormalized`.
 
     Examples:
         >>> import keras
@@ -133,8 +133,8 @@ class RMSpropNG(BlockNormalized, RMSprop):
     """RMSprop on block-normalized gradients.
 
     Takes the arguments of `keras.optimizers.RMSprop` in their order, with its
-    defaults, then `blocks`, `rule`, `l2` and `jit_compile`: see
-    `keras_bng.BlockNormalized`.
+    defaults, then `blocks`, `rule`, `l2`, `jit_compile` and
+    `norm`: see `keras_bng.BlockNormalized`.
     """
 
 
@@ -154,7 +154,7 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         delta: Added to the root of the accumulator, above 0. Defaults to `1e-8`.
 
     All other arguments are those of every Keras optimizer and, but for `rule`, of
-    `keras_bng.BlockNormalized`.
+    `keras_bng.BlockNormalized`. With another `norm`, that takes the place of `||g||`.
     """
 
     def __init__(
@@ -175,6 +175,7 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
         blocks: BlockSpec = "layer",
         l2: float | None = None,
         jit_compile: bool | str = "auto",
+        norm: str = "l2",
         **kwargs: Any,
     ) -> None:
         if "rule" in kwargs:
@@ -195,6 +196,7 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
             blocks=blocks,
             l2=l2,
             jit_compile=jit_compile,
+            norm=norm,
             **kwargs,
         )
         self._delta = delta
@@ -322,16 +324,18 @@ def block_normalized(
     rule: rules.RuleSpec = "unit",
     l2: float | None = None,
     jit_compile: bool | str = "auto",
+    norm: str = "l2",
 ) -> keras.optimizers.Optimizer:
     """Makes any Keras optimizer normalize its gradients block by block.
 
     Args:
         optimizer: An instance of a Keras optimizer. It is not changed; its settings,
             schedule and, if it was built, its state are taken over.
-        blocks: See `keras_bng.BlockNormalized`, also for the next three.
+        blocks: See `keras_bng.BlockNormalized`, also for the others.
         rule: What each block's gradient is scaled by.
         l2: Added to the gradient, times the weights, after it was scaled.
         jit_compile: How a step that is called eagerly on TensorFlow runs.
+        norm: By which a block is measured.
 
     Returns:
         An optimizer of a subclass of `optimizer`'s class: not a wrapper around it, so
@@ -363,7 +367,8 @@ def block_normalized(
         )
     config = optimizer.get_config()
     config["learning_rate"] = live_learning_rate(optimizer)
-    config |= {"blocks": blocks, "rule": rule, "l2": l2, "jit_compile": jit_compile}
+    config |= {"blocks": blocks, "rule": rule, "l2": l2}
+    config |= {"jit_compile": jit_compile, "norm": norm}
     cls = _normalized_class(type(optimizer))
     normalized = super(BlockNormalized, cls).from_config(config)
     take_over(optimizer, normalized)

@@ -25,8 +25,12 @@ class Rule(abc.ABC):
     uses_weights = True
     """Whether the rule reads `weight_norm`. If not, it is not computed, and is None."""
 
+    uses_ones = False
+    """Whether the rule takes a third argument, `ones_norm`: for each block the norm of
+    a gradient of ones. Under `norm="l2"` that is the root of the block's size."""
+
     @abc.abstractmethod
-    def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
+    def __call__(self, gradient_norm: Any, weight_norm: Any, *ones_norm: Any) -> Any:
         """Returns the number that multiplies each block's gradient."""
 
     def get_config(self) -> dict[str, Any]:
@@ -46,6 +50,23 @@ class Unit(Rule):
 
     def __call__(self, gradient_norm: Any, weight_norm: Any) -> Any:
         return 1.0 / gradient_norm
+
+
+@keras.saving.register_keras_serializable("keras_bng")
+@dataclasses.dataclass(frozen=True)
+class Rms(Rule):
+    """Every block's gradient gets root mean square 1, as one of ones and minus ones.
+
+    So the learning rate is a length per weight, whatever the size of the block: under
+    `Unit` it is the length of the whole block's step. Under `norm="l1"` the mean
+    absolute value becomes 1, under `norm="max"` the largest.
+    """
+
+    uses_weights = False
+    uses_ones = True
+
+    def __call__(self, gradient_norm: Any, weight_norm: Any, ones_norm: Any) -> Any:
+        return ones_norm / gradient_norm
 
 
 @keras.saving.register_keras_serializable("keras_bng")
@@ -87,9 +108,9 @@ class Clip(Rule):
         return {"threshold": self.threshold}
 
 
-NAMED_RULES = {"unit": Unit, "adaptive": Adaptive, "clip": Clip}
+NAMED_RULES = {"unit": Unit, "rms": Rms, "adaptive": Adaptive, "clip": Clip}
 ALLOWED = (
-    "Allowed: 'unit', 'adaptive', 'clip', a rule object such as "
+    "Allowed: 'unit', 'rms', 'adaptive', 'clip', a rule object such as "
     "`Adaptive(ratio=0.02)`, a callable `(gradient_norm, weight_norm) -> factor`, "
     "or None."
 )
@@ -108,6 +129,16 @@ def get(rule: RuleSpec) -> Rule | Callable[[Any, Any], Any] | None:
     if rule is None or callable(rule):
         return rule
     raise TypeError(f"`rule` has the wrong type. {ALLOWED} Received: rule={rule!r}")
+
+
+def uses_weights(rule: Any) -> bool:
+    """Whether a rule, which may be any callable, reads `weight_norm`."""
+    return getattr(rule, "uses_weights", True)
+
+
+def uses_ones(rule: Any) -> bool:
+    """Whether a rule, which may be any callable, takes `ones_norm`, too."""
+    return getattr(rule, "uses_ones", False)
 
 
 def is_constant(rule: Any) -> bool:

@@ -23,7 +23,7 @@ SHAPES = {"a/kernel": (4, 3), "a/bias": (3,), "b/kernel": (3, 2), "c/scale": ()}
 BLOCKS = [[0, 1], [2], [3]]
 
 
-OURS = ("blocks", "rule", "l2", "jit_compile")
+OURS = ("blocks", "rule", "l2", "jit_compile", "norm")
 
 
 def wrapped(stock, learning_rate, options):

@@ -2,7 +2,8 @@
 
 Written from the paper (Algorithm 1, section 4.2 for NG_adap and CLIP, Algorithm 2 of
 the appendix) and the papers of the base methods, not from `keras_bng`. Blocks are lists
-of positions. Gradients and weights are lists of arrays. No cleverness.
+of positions. Gradients and weights are lists of arrays. No cleverness. (RMS, and norms
+other than the Euclidean, are not of the paper.)
 """
 
 import numpy as np
@@ -12,45 +13,65 @@ def block_norm(arrays):
     return np.sqrt(sum(np.sum(np.float64(a) ** 2) for a in arrays))
 
 
-def unit(gradient_norm, weight_norm):
+def absolute_sum(arrays):
+    return sum(np.sum(np.abs(np.float64(a))) for a in arrays)
+
+
+def largest(arrays):
+    return np.max([np.max(np.abs(np.float64(a)), initial=0) for a in arrays])
+
+
+NORMS = {"l2": block_norm, "l1": absolute_sum, "max": largest}
+
+
+def unit(gradient_norm, weight_norm, ones_norm):
     return 1 / gradient_norm
 
 
+def rms(gradient_norm, weight_norm, ones_norm):
+    """Of ones, the root mean square is 1; so is the mean, and the largest."""
+    return ones_norm / gradient_norm
+
+
 def adaptive(ratio):
-    return lambda gradient_norm, weight_norm: ratio * (weight_norm or 1) / gradient_norm
+    return lambda gradient_norm, weight_norm, _: (
+        ratio * (weight_norm or 1) / gradient_norm
+    )
 
 
 def clip(threshold):
-    return lambda gradient_norm, weight_norm: min(1, threshold / gradient_norm)
+    return lambda gradient_norm, *_: min(1, threshold / gradient_norm)
 
 
-def normalize(gradients, weights, blocks, rule):
+def normalize(gradients, weights, blocks, rule, norm="l2"):
     """Algorithm 1, line 3, and its variations: block gradient times one number."""
     result = [np.float64(g) for g in gradients]
     for block in blocks:
-        gradient_norm = block_norm([gradients[i] for i in block])
-        weight_norm = block_norm([weights[i] for i in block])
+        gradient_norm = NORMS[norm]([gradients[i] for i in block])
+        weight_norm = NORMS[norm]([weights[i] for i in block])
+        ones_norm = NORMS[norm]([np.ones(np.shape(weights[i])) for i in block])
         for i in block:
             if not np.isfinite(gradient_norm) or gradient_norm == 0:
                 result[i] = np.zeros_like(result[i])
             elif rule is not None:
-                result[i] = result[i] * rule(gradient_norm, weight_norm)
+                factor = rule(gradient_norm, weight_norm, ones_norm)
+                result[i] = result[i] * factor
     return result
 
 
 class Method:
     """A base method stepped on (normalized) gradients."""
 
-    def __init__(self, weights, blocks, rule=unit, l2=0.0, **settings):
+    def __init__(self, weights, blocks, rule=unit, l2=0.0, norm="l2", **settings):
         self.weights = [np.float64(w) for w in weights]
-        self.blocks, self.rule, self.l2 = blocks, rule, l2
+        self.blocks, self.rule, self.l2, self.norm = blocks, rule, l2, norm
         self.t = 0
         vars(self).update({**self.defaults, **settings})
         self.state = [[np.zeros_like(w) for _ in range(2)] for w in self.weights]
 
     def step(self, gradients):
         self.t += 1
-        scaled = normalize(gradients, self.weights, self.blocks, self.rule)
+        scaled = normalize(gradients, self.weights, self.blocks, self.rule, self.norm)
         scaled = [g + self.l2 * w for g, w in zip(scaled, self.weights)]
         for i, gradient in enumerate(scaled):
             self.weights[i] = self.update(self.weights[i], gradient, self.state[i])
@@ -103,9 +124,9 @@ class AdaGradBNG(Method):
     defaults = {"learning_rate": 0.01, "delta": 1e-8}
 
     def step(self, gradients):
-        g = normalize(gradients, self.weights, self.blocks, unit)
+        g = normalize(gradients, self.weights, self.blocks, unit, self.norm)
         for block in self.blocks:
-            norm = block_norm([gradients[i] for i in block])
+            norm = NORMS[self.norm]([gradients[i] for i in block])
             norm = norm if np.isfinite(norm) else 0.0
             for i in block:
                 direction = g[i] + self.l2 * self.weights[i]

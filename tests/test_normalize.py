@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from keras import ops
 
 import keras_bng
-from keras_bng import Adaptive, Block, Clip, Unit, normalize, partition
+from keras_bng import Adaptive, Block, Clip, Rms, Unit, normalize, partition
 
 RULES = [
     (Unit(), reference.unit),
+    (Rms(), reference.rms),
     (Adaptive(0.02), reference.adaptive(0.02)),
     (Clip(0.1), reference.clip(0.1)),
     (None, None),
@@ -44,12 +45,14 @@ def float64():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.parametrize("norm", reference.NORMS)
 @pytest.mark.parametrize("rule, twin", RULES)
-def test_equals_the_numpy_reference(rng, rule, twin):
+def test_equals_the_numpy_reference(rng, rule, twin, norm):
     variables = some_variables(rng)
     gradients = some_gradients(rng, variables)
-    result = normalize(tensors(gradients), variables, partition(variables), rule)
-    expected = reference.normalize(gradients, arrays(variables), BLOCKS, twin)
+    blocks = partition(variables)
+    result = normalize(tensors(gradients), variables, blocks, rule, norm=norm)
+    expected = reference.normalize(gradients, arrays(variables), BLOCKS, twin, norm)
     for ours, theirs in zip(arrays(result), expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 

@@ -23,6 +23,7 @@ from keras_bng import (
     AdamNG,
     Adaptive,
     Clip,
+    Rms,
     RMSpropNG,
     block_normalized,
 )
@@ -37,6 +38,7 @@ TWINS = [
 ]
 RULES = [
     ("unit", reference.unit),
+    (Rms(), reference.rms),
     (Adaptive(0.3), reference.adaptive(0.3)),
     (Clip(1.5), reference.clip(1.5)),
     (None, None),

@@ -152,6 +152,27 @@ def careful_norms(rows: Any, sums: Any, limit: Any, cond: Any) -> Any:
     return cond(in_range, as_it_is, look, rows, sums)
 
 
+def other_norms(rows: Rows, dtype: str, norm: str) -> Any:
+    """ "l1" or "max", which need no second look: what is in range overflows nowhere."""
+    if norm == "l1":
+        return rows.by_block(of_rows(rows, summed(ops.abs, dtype)))
+
+    def largest(group: Any, is_stack: bool) -> Any:
+        # Of a NaN and a number, XLA may take the number for the larger one.
+        known = ops.abs(ops.cast(group, dtype))
+        known = ops.where(ops.isnan(known), np.inf, known)
+        return ops.max(known, axis=1 if is_stack else None)
+
+    # A block of nothing has -inf for its largest.
+    return ops.maximum(rows.by_block(of_rows(rows, largest), largest=True), 0)
+
+
+def of_rows(rows: Rows, measure: Any) -> Any:
+    """One number a row, by `measure(group, is_stack)`."""
+    parts = [measure(group, i < rows.stacks) for i, group in enumerate(rows.groups)]
+    return ops.concatenate([ops.reshape(part, (-1,)) for part in parts])
+
+
 def norms_of(
     rows: Rows,
     dtype: str,
@@ -200,6 +221,7 @@ def block_norms(
     tensors: Sequence[Any],
     members: Sequence[Sequence[int]],
     dtype: str,
+    norm: str = "l2",
     any_size: bool = True,
 ) -> Any:
     """A vector with the norm of each block, `members` being positions in `tensors`.
@@ -209,15 +231,19 @@ def block_norms(
     rows = Rows(tensors, members)
     if not rows.groups:
         return ops.zeros((len(members),), dtype=dtype)
-    return norms_of(rows, dtype, any_size, squares_in(dtype), call_one)
+    if norm != "l2":
+        return other_norms(rows, dtype, norm)
+    return norms_of(rows, dtype, any_size, summed(ops.square, dtype), call_one)
 
 
-def squares_in(dtype: str) -> Callable[[Any, bool], Any]:
-    def squares(group: Any, is_stack: bool) -> Any:
-        squared = ops.square(ops.cast(group, dtype))
-        return ops.sum(squared, axis=1 if is_stack else None)
+def summed(entry: Callable[[Any], Any], dtype: str) -> Callable[[Any, bool], Any]:
+    """Of a group, the sum of `entry` of what is in each row."""
 
-    return squares
+    def sums(group: Any, is_stack: bool) -> Any:
+        of_each = entry(ops.cast(group, dtype))
+        return ops.sum(of_each, axis=1 if is_stack else None)
+
+    return sums
 
 
 def call_one(condition: Any, if_true: Any, if_false: Any, *inputs: Any) -> Any:

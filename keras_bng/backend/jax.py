@@ -10,20 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_bng.backend import common
-from keras_bng.backend.common import Rows, call_one, norms_of, squares_in
+from keras_bng.backend.common import Rows, call_one, norms_of, other_norms, summed
 
 
 def block_norms(
     tensors: Sequence[Any],
     members: Sequence[Sequence[int]],
     dtype: str,
+    norm: str = "l2",
     any_size: bool = True,
 ) -> Any:
     """See `common`."""
     rows = Rows(tensors, members)
     if not rows.groups:
         return jnp.zeros((len(members),), dtype)
-    return norms_of(rows, dtype, any_size, squares_in(dtype), cond)
+    if norm != "l2":
+        return other_norms(rows, dtype, norm)
+    return norms_of(rows, dtype, any_size, summed(jnp.square, dtype), cond)
 
 
 def cond(condition: Any, if_true: Any, if_false: Any, *inputs: Any) -> Any:

@@ -21,7 +21,8 @@ from keras_bng.backend.common import (
     careful_norms,
     is_sparse,
     norms_of,
-    squares_in,
+    other_norms,
+    summed,
     tiny,
     with_values,
 )
@@ -101,19 +102,23 @@ def block_norms(
     tensors: Sequence[Any],
     members: Sequence[Sequence[int]],
     dtype: str,
+    norm: str = "l2",
     any_size: bool = True,
 ) -> Any:
     """See `common`."""
     rows = Rows(tensors, members)
     if not rows.groups:
         return tf.zeros((len(members),), dtype)
-    if not under_xla():
-        cond = call_one if tf.executing_eagerly() else graph_if
-        return norms_of(rows, dtype, any_size, _squares(dtype), cond, _careful_norms)
-    if dtype == "float64":
-        return norms_of(rows, dtype, any_size, squares_in(dtype), _xla_cond)
-    # Squares of float32 fit into float64: there is nothing that must be repeated.
-    return tf.cast(tf.sqrt(rows.by_block(_sums_for_xla(rows))), dtype)
+    if under_xla() and dtype == "float32" and norm != "max":
+        # Squares of float32 fit into float64: there is nothing that must be repeated.
+        entry, root = {"l2": (tf.square, tf.sqrt), "l1": (tf.abs, tf.identity)}[norm]
+        return tf.cast(root(rows.by_block(_sums_for_xla(rows, entry))), dtype)
+    if norm != "l2":
+        return other_norms(rows, dtype, norm)
+    if under_xla():
+        return norms_of(rows, dtype, any_size, summed(tf.square, dtype), _xla_cond)
+    cond = call_one if tf.executing_eagerly() else graph_if
+    return norms_of(rows, dtype, any_size, _squares(dtype), cond, _careful_norms)
 
 
 def _squares(dtype: str) -> Callable[[Any, bool], Any]:
@@ -166,20 +171,20 @@ def _xla_cond(condition: Any, if_true: Any, if_false: Any, *inputs: Any) -> Any:
     return tf.cond(condition, lambda: if_true(*inputs), lambda: if_false(*inputs))
 
 
-def _sums_for_xla(rows: Rows) -> Any:
-    """The sum of squares of each row in float64, as XLA adds up fastest on a CPU.
+def _sums_for_xla(rows: Rows, entry: Any) -> Any:
+    """The sum of `entry` of each row in float64, as XLA adds up fastest on a CPU.
 
     It adds up to 32 rows with vectors, on all cores; more rows, or what is in a row,
     with several kernels and a copy. But for `abs` it would merge the steps again.
     """
     wide = [tf.cast(group, "float64") for group in rows.groups]
-    parts = [tf.reduce_sum(tf.square(x), 1) for x in wide[: rows.stacks]]
+    parts = [tf.reduce_sum(entry(x), 1) for x in wide[: rows.stacks]]
     alike: dict[int, list[Any]] = {}
     for i, x in enumerate(wide[rows.stacks :]):
         if None in x.shape:  # sparse rows, whose number is not known yet
-            columns = tf.reshape(tf.reduce_sum(tf.square(x)), (1,))
+            columns = tf.reshape(tf.reduce_sum(entry(x)), (1,))
         else:
-            columns = _sum_of_32_rows(tf.square(tf.reshape(x, (-1,))))
+            columns = _sum_of_32_rows(entry(tf.reshape(x, (-1,))))
         if columns.shape[0] > SMALL:
             columns = tf.reduce_sum(tf.abs(columns), keepdims=True)
         alike.setdefault(columns.shape[0], []).append((i, columns))

@@ -70,11 +70,12 @@ def block_norms(
     tensors: Sequence[Any],
     members: Sequence[Sequence[int]],
     dtype: str,
+    norm: str = "l2",
     any_size: bool = True,
 ) -> Any:
     """See `common`."""
     if _is_compiling():
-        return _compiled_norms(tensors, members, dtype)
+        return _compiled_norms(tensors, members, dtype, norm)
     pieces: list[Any] = []
     ends = []
     for block in members:
@@ -85,8 +86,9 @@ def block_norms(
         ends.append(len(pieces))
     if not pieces:
         return torch.zeros(len(members), dtype=DTYPES[dtype])
-    norms = torch.stack(kernels._foreach_norm(pieces)).tolist()
-    if any_size:
+    measure, combine = NORMS[norm]
+    norms = torch.stack(measure(pieces)).tolist()
+    if any_size and norm == "l2":
         floor = least(1, dtype)
         norms = [
             norm
@@ -95,7 +97,7 @@ def block_norms(
             for norm, piece in zip(norms, pieces)
         ]
     starts = [0, *ends]
-    by_block = [math.hypot(*norms[a:b]) for a, b in zip(starts, ends)]
+    by_block = [combine(*norms[a:b]) for a, b in zip(starts, ends)]
     return torch.tensor(by_block, dtype=DTYPES[dtype], device=pieces[0].device)
 
 
@@ -110,11 +112,37 @@ def _careful_norm(piece: Any) -> float:
     return largest * float(torch.linalg.vector_norm(piece / largest))
 
 
-def _compiled_norms(tensors: Any, members: Any, dtype: str) -> Any:
-    if dtype == "float64":
+def _largest(*norms: float) -> float:
+    """`max` does not see every NaN."""
+    return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
+
+
+def _absolute_sums(pieces: list[Any]) -> list[Any]:
+    """`_foreach_norm` adds up one after the other, which loses digits."""
+    return [piece.sum() for piece in kernels._foreach_abs(pieces)]
+
+
+def _largest_of_each(pieces: list[Any]) -> list[Any]:
+    zero = pieces[0].new_zeros(())
+    return [
+        torch.linalg.vector_norm(piece, math.inf) if piece.numel() else zero
+        for piece in pieces
+    ]
+
+
+# What measures pieces, and what makes one norm of several.
+NORMS: dict[str, Any] = {
+    "l2": (lambda pieces: kernels._foreach_norm(pieces, 2), math.hypot),
+    "l1": (_absolute_sums, lambda *norms: math.fsum(norms)),
+    "max": (_largest_of_each, _largest),
+}
+
+
+def _compiled_norms(tensors: Any, members: Any, dtype: str, norm: str) -> Any:
+    if dtype == "float64" or norm != "l2":
         from keras_bng.normalize import block_norms  # which needs this module first
 
-        return block_norms(tensors, members, dtype)
+        return block_norms(tensors, members, dtype, norm)
     device = keras.ops.convert_to_tensor(0.0).device
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = [

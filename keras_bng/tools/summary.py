@@ -13,6 +13,7 @@ from keras import ops
 
 from keras_bng.blocks import Block, BlockSpec, partition, paths_of
 from keras_bng.optimizer import BlockNormalized, chooser_of, variables_of
+from keras_bng.rules import uses_ones
 from keras_bng.tools.watched import inner_optimizers, optimizers_of
 
 # Whatever the gradient's size, they move each weight by about the rate.
@@ -171,8 +172,13 @@ def _lengths(rows: list[Row], norms: np.ndarray) -> np.ndarray:
         if isinstance(owner, STEADY):
             sizes = [_size(rows[i].variables) for i in mine]
             lengths[mine] = _rate(owner) * np.sqrt(sizes)
-        elif isinstance(owner, keras.optimizers.SGD) and rule and in_blocks:
-            lengths[in_blocks] = _rate(owner) * _rule_lengths(rule, norms[in_blocks])
+            continue
+        # With another norm, what else is in a gradient counts, too.
+        known = isinstance(owner, keras.optimizers.SGD) and owner.norm == "l2"
+        if known and rule and in_blocks:
+            sizes = [_size(rows[i].variables) for i in in_blocks]
+            found = _rule_lengths(rule, norms[in_blocks], np.sqrt(sizes))
+            lengths[in_blocks] = _rate(owner) * found
     return lengths
 
 
@@ -182,19 +188,20 @@ def _has_update_of_its_base(optimizer: Any) -> bool:
     return getattr(update, "__module__", "").split(".")[0] in ("keras", "keras_bng")
 
 
-def _rule_lengths(rule: Any, weight_norms: np.ndarray) -> np.ndarray:
+def _rule_lengths(
+    rule: Any, weight_norms: np.ndarray, ones_norms: np.ndarray
+) -> np.ndarray:
     """Of the gradients that a rule makes; NaN where they differ between examples."""
     count = len(weight_norms)
     examples = [np.full(count, norm) for norm in (1e-3, 1.0, 1e3)]
     examples.append(np.geomspace(1e-3, 1e3, count))  # not the same for all blocks
-    weights = ops.convert_to_tensor(weight_norms, "float32")
-    found = np.array(
-        [
-            norms * ops.convert_to_numpy(rule(ops.cast(norms, "float32"), weights))
-            for norms in examples
-        ]
-    )
-    return np.where(np.ptp(found, 0) < 1e-4 * np.abs(found).max(0), found[0], np.nan)
+    known = [weight_norms, ones_norms][: 1 + uses_ones(rule)]
+    found = []
+    for norms in examples:
+        inputs = [ops.convert_to_tensor(x, "float32") for x in (norms, *known)]
+        found.append(norms * ops.convert_to_numpy(rule(*inputs)))
+    same = np.ptp(found, 0) < 1e-4 * np.abs(found).max(0)
+    return np.where(same, found[0], np.nan)
 
 
 def _table(rows: list[Row], norms: np.ndarray, steps: list[float]) -> str:

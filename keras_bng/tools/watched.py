@@ -117,7 +117,7 @@ class Watched:
         def rows() -> Any:
             moved = [after - then for after, then in zip(self.weights(), before)]
             both = [*before, *moved]
-            norms = backend.block_norms(both, self.members(), "float32", False)
+            norms = backend.block_norms(both, self.members(), "float32", any_size=False)
             norm, moved = ops.unstack(ops.reshape(norms, (2, -1)))
             relative = moved / ops.where(norm > 0, norm, ops.ones_like(norm))
             gradient_norm, *others = ops.unstack(self.gradient_rows, 3)
