@@ -17,8 +17,9 @@ from keras_bng.backend import common
 from keras_bng.backend.common import least
 
 kernels: Any = torch  # whose private names have stricter types than they need
-# In one piece, the norm of a million entries would be off in the fourth digit.
-PIECE = 2**16
+# One sum of more squares than that may be off in the fifth digit: so rows are summed.
+PIECE = 2**12
+ROW = 2**10
 # The path of a variable that Keras had to name itself.
 AUTOMATIC = re.compile(r"(^|/)variable(_\d+)?$")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -82,7 +83,7 @@ def block_norms(
         for i in block:
             tensor = tensors[i].to(DTYPES[dtype])
             is_long = tensor.numel() > PIECE
-            pieces += tensor.reshape(-1).split(PIECE) if is_long else [tensor]
+            pieces += _in_rows(tensor.reshape(-1)) if is_long else [tensor]
         ends.append(len(pieces))
     if not pieces:
         return torch.zeros(len(members), dtype=DTYPES[dtype])
@@ -101,6 +102,27 @@ def block_norms(
     return torch.tensor(by_block, dtype=DTYPES[dtype], device=pieces[0].device)
 
 
+def _in_rows(entries: Any) -> list[Any]:
+    """As many whole rows as there are, and the rest."""
+    end = entries.numel() // ROW * ROW
+    rest = entries[end:]
+    return [entries[:end].view(-1, ROW), *[rest] * bool(rest.numel())]
+
+
+def _euclidean(pieces: list[Any]) -> list[Any]:
+    short = [piece for piece in pieces if piece.numel() <= PIECE]
+    norms = iter(kernels._foreach_norm(short) if short else [])
+    return [
+        next(norms) if piece.numel() <= PIECE else _norm_of_rows(piece)
+        for piece in pieces
+    ]
+
+
+def _norm_of_rows(rows: Any) -> Any:
+    of_each = torch.linalg.vector_norm(rows, dim=1)
+    return torch.linalg.vector_norm(of_each, dtype=torch.float64).to(rows.dtype)
+
+
 def _careful_norm(piece: Any) -> float:
     """Where squares over- or underflow; of a layer that is dead, a look is enough."""
     if not piece.numel():
@@ -109,7 +131,7 @@ def _careful_norm(piece: Any) -> float:
     largest = max(-float(low), float(high))
     if largest == 0 or not math.isfinite(largest):
         return largest
-    return largest * float(torch.linalg.vector_norm(piece / largest))
+    return largest * float(_euclidean([piece / largest])[0])
 
 
 def _largest(*norms: float) -> float:
@@ -132,7 +154,7 @@ def _largest_of_each(pieces: list[Any]) -> list[Any]:
 
 # What measures pieces, and what makes one norm of several.
 NORMS: dict[str, Any] = {
-    "l2": (lambda pieces: kernels._foreach_norm(pieces, 2), math.hypot),
+    "l2": (_euclidean, math.hypot),
     "l1": (_absolute_sums, lambda *norms: math.fsum(norms)),
     "max": (_largest_of_each, _largest),
 }
