@@ -37,6 +37,7 @@ ALGORITHMS: dict[str, tuple[type[keras.optimizers.Optimizer], dict[str, Any]]] =
     "SGDMCLIP": (SGDNG, {"momentum": 0.9, "rule": Clip(0.1)}),
     "SGDMNG": (SGDNG, {"momentum": 0.9}),
     "SGDMNG_adap": (SGDNG, {"momentum": 0.9, "rule": Adaptive(0.02)}),
+    "SGDMNG_rms": (SGDNG, {"momentum": 0.9, "rule": "rms"}),  # not the paper's
     "AdaGrad": (AdagradNG, {"rule": None}),
     "AdaGradNG": (AdagradNG, {}),
     "AdaGradBNG": (AdagradBNG, {}),

@@ -59,15 +59,23 @@ def build_model(depth: int = 18) -> keras.Model:
     return keras.Sequential([keras.Input((784,)), *hidden, keras.layers.Dense(10)])
 
 
-def train(run: Run, digits: data.Data) -> dict[str, list[float]]:
-    model = build_model(run.settings["depth"])
+def compile_model(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    steps_per_execution: int = 10,  # with XLA, a third off the time of such small steps
+) -> None:
     model.compile(
-        optimizer=harness.optimizer(run.algorithm, run.settings["rate"]),
+        optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         jit_compile=True,
-        steps_per_execution=10,  # with XLA, a third off the time of such small steps
+        steps_per_execution=steps_per_execution,
     )
+
+
+def train(run: Run, digits: data.Data) -> dict[str, list[float]]:
+    model = build_model(run.settings["depth"])
+    compile_model(model, harness.optimizer(run.algorithm, run.settings["rate"]))
     return model.fit(
         *digits.train,
         batch_size=BATCH,

@@ -138,6 +138,21 @@ def row_targets(words: tf.Tensor, following: tf.Tensor) -> tuple[tf.Tensor, tf.T
     return words, tf.reshape(following, [-1, 1])
 
 
+def compiled_rows(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> keras.Model:
+    from keras_nlp.metrics import Perplexity
+
+    rows = in_rows(model)
+    rows.compile(
+        optimizer=optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=[Perplexity(from_logits=True, name="perplexity")],
+        jit_compile=False,
+    )
+    return rows
+
+
 class ResetState(keras.callbacks.Callback):
     """No state goes from one pass over a text into the next."""
 
@@ -156,17 +171,10 @@ def train(
     lookup: keras.layers.StringLookup,
     out: pathlib.Path,
 ) -> dict[str, list[float]]:
-    from keras_nlp.metrics import Perplexity
-
     length, epochs = run.settings["bptt"], run.settings["epochs"]
     model = build_model(lookup.vocabulary_size())
-    rows = in_rows(model)
-    rows.compile(
-        optimizer=harness.optimizer(run.algorithm, run.settings["rate"]),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[Perplexity(from_logits=True, name="perplexity")],
-        jit_compile=False,
-    )
+    optimizer = harness.optimizer(run.algorithm, run.settings["rate"])
+    rows = compiled_rows(model, optimizer)
     batches, tested = (windows(part, length).map(row_targets) for part in (text, test))
     history = harness.fit(
         run,

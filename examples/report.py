@@ -21,7 +21,7 @@ _COLOURS = {
     "AdaGrad": ("#8fcf8f", "#1b6e1b"),
     "Adam": ("#f3a48b", "#b3200e"),
 }
-_LINES = {"": "--", "CLIP": ":", "NG": "-", "NG_adap": "-.", "BNG": "-"}
+_LINES = {"": "--", "CLIP": ":", "NG": "-", "NG_adap": "-.", "NG_rms": ":", "BNG": "-"}
 
 
 class Claim(NamedTuple):

@@ -103,6 +103,10 @@ def vectors(reviews: data.Data) -> tuple[data.Data, int]:
     return numbers, lookup.vocabulary_size()
 
 
+def development(develop: data.Data) -> str:
+    return f"{len(develop.test[1]):,} of the training sentences are for development"
+
+
 class Develop(keras.callbacks.Callback):
     """Accuracy on the development sentences after each epoch, as `dev_accuracy`."""
 
@@ -168,10 +172,7 @@ def train_all(
     """Trains (algorithm, rate) with every seed, on nine of ten training sentences."""
     numbers, words = vectors(reviews)
     develop = data.held_out(numbers, len(numbers.train[1]) // 10)
-    label = (
-        f"{reviews.label}; {len(develop.test[1]):,} of the training sentences are for "
-        "development"
-    )
+    label = f"{reviews.label}; {development(develop)}"
     runs = [
         Run(
             experiment,

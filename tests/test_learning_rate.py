@@ -479,6 +479,10 @@ def test_the_default_rates_are_three_a_decade_for_class_and_rule():
     assert lengths[:4] == [0.002, 0.005, 0.01, 0.02] and lengths[-1] == 2
     shares = learning_rate.grid(SGDNG(rule=keras_bng.Adaptive(0.2)))
     assert shares[0] == 0.001 and shares[-1] == 1
+    of_a_weight = learning_rate.grid(SGDNG(rule="rms"))
+    assert of_a_weight[0] == 2e-5 and of_a_weight[-1] == 0.02
+    assert learning_rate.grid(SGDNG(norm="max")) == of_a_weight
+    assert learning_rate.grid(SGDNG(norm="l1"))[::9] == [0.2, 200]
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     assert learning_rate.grid(scaled) == learning_rate.grid(AdamNG())
     assert len(learning_rate.grid(AdamNG())) == 10

@@ -134,6 +134,8 @@ GRIDS: tuple[tuple[Any, float, float], ...] = (
     (keras.optimizers.Adadelta, 1e-2, 10.0),
 )
 LENGTH = 2e-3, 2.0  # of a step that makes a block's gradient a unit
+LENGTH_OF_A_WEIGHT = 2e-5, 2e-2  # where it is not the whole block's that is given
+LONGER = 100  # a gradient whose absolute values sum to 1 is the shorter, the larger
 SHARE = 2e-4, 0.2  # of a block's weights, that a step moves it
 
 
@@ -145,8 +147,11 @@ def grid(optimizer: Any) -> list[float]:
     if isinstance(optimizer, keras.optimizers.SGD) and rule is not None:
         if isinstance(rule, rules.Adaptive):
             return _three_a_decade(*(share / rule.ratio for share in SHARE))
+        if isinstance(rule, rules.Rms) or optimizer.norm == "max":
+            return _three_a_decade(*LENGTH_OF_A_WEIGHT)
         if not isinstance(rule, rules.Clip):
-            return _three_a_decade(*LENGTH)
+            longer = LONGER if optimizer.norm == "l1" else 1
+            return _three_a_decade(*(longer * length for length in LENGTH))
     for classes, lowest, highest in GRIDS:
         if isinstance(optimizer, classes):
             return _three_a_decade(lowest, highest)
