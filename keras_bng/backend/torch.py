@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -17,8 +18,8 @@ from keras_bng.backend import common
 from keras_bng.backend.common import least
 
 kernels: Any = torch  # whose private names have stricter types than they need
-# One sum of more squares than that may be off in the fifth digit: so rows are summed.
-PIECE = 2**12
+# Of more squares, one sum after the other may be off in the fifth digit.
+LONG = 2**12
 ROW = 2**10
 # The path of a variable that Keras had to name itself.
 AUTOMATIC = re.compile(r"(^|/)variable(_\d+)?$")
@@ -77,61 +78,47 @@ def block_norms(
     """See `common`."""
     if _is_compiling():
         return _compiled_norms(tensors, members, dtype, norm)
-    pieces: list[Any] = []
-    ends = []
-    for block in members:
-        for i in block:
-            tensor = tensors[i].to(DTYPES[dtype])
-            is_long = tensor.numel() > PIECE
-            pieces += _in_rows(tensor.reshape(-1)) if is_long else [tensor]
-        ends.append(len(pieces))
-    if not pieces:
+    mine = [tensors[i].to(DTYPES[dtype]) for block in members for i in block]
+    if not mine:
         return torch.zeros(len(members), dtype=DTYPES[dtype])
     measure, combine = NORMS[norm]
-    norms = torch.stack(measure(pieces)).tolist()
+    norms = torch.stack(measure(mine)).tolist()
     if any_size and norm == "l2":
         floor = least(1, dtype)
         norms = [
             norm
-            if norm * norm > piece.numel() * floor and norm < math.inf
-            else _careful_norm(piece)
-            for norm, piece in zip(norms, pieces)
+            if norm * norm > tensor.numel() * floor and norm < math.inf
+            else _careful_norm(tensor)
+            for norm, tensor in zip(norms, mine)
         ]
-    starts = [0, *ends]
-    by_block = [combine(*norms[a:b]) for a, b in zip(starts, ends)]
-    return torch.tensor(by_block, dtype=DTYPES[dtype], device=pieces[0].device)
+    ends = [0, *itertools.accumulate(map(len, members))]
+    by_block = [combine(*norms[a:b]) for a, b in itertools.pairwise(ends)]
+    return torch.tensor(by_block, dtype=DTYPES[dtype], device=mine[0].device)
 
 
-def _in_rows(entries: Any) -> list[Any]:
-    """As many whole rows as there are, and the rest."""
+def _euclidean(tensors: list[Any]) -> list[Any]:
+    while any(tensor.numel() > LONG for tensor in tensors):
+        tensors = [_row_norms(t) if t.numel() > LONG else t for t in tensors]
+    return kernels._foreach_norm(tensors)
+
+
+def _row_norms(tensor: Any) -> Any:
+    """A shorter vector that has the same norm."""
+    entries = tensor.reshape(-1)
     end = entries.numel() // ROW * ROW
-    rest = entries[end:]
-    return [entries[:end].view(-1, ROW), *[rest] * bool(rest.numel())]
+    norms = torch.linalg.vector_norm(entries[:end].view(-1, ROW), dim=1)
+    return torch.cat([norms, entries[end:]]) if end < entries.numel() else norms
 
 
-def _euclidean(pieces: list[Any]) -> list[Any]:
-    short = [piece for piece in pieces if piece.numel() <= PIECE]
-    norms = iter(kernels._foreach_norm(short) if short else [])
-    return [
-        next(norms) if piece.numel() <= PIECE else _norm_of_rows(piece)
-        for piece in pieces
-    ]
-
-
-def _norm_of_rows(rows: Any) -> Any:
-    of_each = torch.linalg.vector_norm(rows, dim=1)
-    return torch.linalg.vector_norm(of_each, dtype=torch.float64).to(rows.dtype)
-
-
-def _careful_norm(piece: Any) -> float:
+def _careful_norm(tensor: Any) -> float:
     """Where squares over- or underflow; of a layer that is dead, a look is enough."""
-    if not piece.numel():
+    if not tensor.numel():
         return 0.0
-    low, high = torch.aminmax(piece)
+    low, high = torch.aminmax(tensor)
     largest = max(-float(low), float(high))
     if largest == 0 or not math.isfinite(largest):
         return largest
-    return largest * float(_euclidean([piece / largest])[0])
+    return largest * float(_euclidean([tensor / largest])[0])
 
 
 def _largest(*norms: float) -> float:
@@ -139,20 +126,20 @@ def _largest(*norms: float) -> float:
     return math.nan if any(map(math.isnan, norms)) else max(norms, default=0.0)
 
 
-def _absolute_sums(pieces: list[Any]) -> list[Any]:
+def _absolute_sums(tensors: list[Any]) -> list[Any]:
     """`_foreach_norm` adds up one after the other, which loses digits."""
-    return [piece.sum() for piece in kernels._foreach_abs(pieces)]
+    return [tensor.sum() for tensor in kernels._foreach_abs(tensors)]
 
 
-def _largest_of_each(pieces: list[Any]) -> list[Any]:
-    zero = pieces[0].new_zeros(())
+def _largest_of_each(tensors: list[Any]) -> list[Any]:
+    zero = tensors[0].new_zeros(())
     return [
-        torch.linalg.vector_norm(piece, math.inf) if piece.numel() else zero
-        for piece in pieces
+        torch.linalg.vector_norm(tensor, math.inf) if tensor.numel() else zero
+        for tensor in tensors
     ]
 
 
-# What measures pieces, and what makes one norm of several.
+# What measures each tensor, and what makes one norm of several.
 NORMS: dict[str, Any] = {
     "l2": (_euclidean, math.hypot),
     "l1": (_absolute_sums, lambda *norms: math.fsum(norms)),
