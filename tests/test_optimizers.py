@@ -195,7 +195,7 @@ def test_the_stock_arguments_in_the_stock_order_then_ours_by_keyword(ours, stock
         for p in inspect.signature(ours).parameters.values()
         if p.kind == p.KEYWORD_ONLY
     ]
-    assert keywords == ["blocks", "rule", "l2", "jit_compile"]
+    assert keywords == ["blocks", "rule", "l2", "jit_compile", "norm"]
     # The signature is not only shown: positions mean the same.
     defaults = inspect.signature(ours).parameters
     values = [defaults[name].default for name in positional(ours)]

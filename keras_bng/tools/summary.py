@@ -166,18 +166,18 @@ def _lengths(rows: list[Row], norms: np.ndarray) -> np.ndarray:
     for owner in _once(row.optimizer for row in rows):
         mine = [i for i, row in enumerate(rows) if row.optimizer is owner]
         in_blocks = [i for i in mine if rows[i].name is not None]
-        rule = getattr(owner, "rule", None)
         if not _has_update_of_its_base(owner):
             continue
         if isinstance(owner, STEADY):
             sizes = [_size(rows[i].variables) for i in mine]
             lengths[mine] = _rate(owner) * np.sqrt(sizes)
             continue
+        ours = isinstance(owner, BlockNormalized) and owner.rule is not None
         # With another norm, what else is in a gradient counts, too.
-        known = isinstance(owner, keras.optimizers.SGD) and owner.norm == "l2"
-        if known and rule and in_blocks:
+        known = ours and isinstance(owner, keras.optimizers.SGD) and owner.norm == "l2"
+        if known and in_blocks:
             sizes = [_size(rows[i].variables) for i in in_blocks]
-            found = _rule_lengths(rule, norms[in_blocks], np.sqrt(sizes))
+            found = _rule_lengths(owner.rule, norms[in_blocks], np.sqrt(sizes))
             lengths[in_blocks] = _rate(owner) * found
     return lengths
 
