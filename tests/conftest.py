@@ -20,6 +20,14 @@ elif os.environ["KERAS_BACKEND"] == "jax":
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Neighbours stay with one worker, which may keep what they share."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
