@@ -92,11 +92,16 @@ MODES = pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 
 def call(mode, function, *args):
     """Calls a function on TensorFlow eagerly, in a graph, or compiled by XLA."""
+    return traced(mode, function)(*args)
+
+
+def traced(mode, function):
+    """The same, to be called several times."""
     if mode == "eager":
-        return function(*args)
+        return function
     import tensorflow as tf
 
-    return tf.function(function, jit_compile=mode == "xla")(*args)
+    return tf.function(function, jit_compile=mode == "xla")
 
 
 def assert_same_run(a, b):

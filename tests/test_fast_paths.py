@@ -6,7 +6,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
-from helpers import arrays, some_variables, tensors, variable, wrapped
+from helpers import arrays, some_variables, tensors, traced, variable, wrapped
 
 import keras_bng
 from keras_bng import backend, normalize
@@ -100,20 +100,13 @@ def of_twin(case, dtype, l2):
         times=plain["times"],
         one_by_one=common.one_by_one,
     ):
-        return found(optimizer, weights, traced(optimizer, weights), dtype)
+        # On TensorFlow a graph is many times faster than its operations one by one.
+        step = traced("graph" if TENSORFLOW else "eager", step_of(optimizer, weights))
+        return found(optimizer, weights, step, dtype)
 
 
-def traced(optimizer, weights, jit_compile=False):
-    """A step; on TensorFlow as a graph, which is many times faster than its parts."""
-
-    def step(g):
-        optimizer.apply(g, weights)
-
-    if not TENSORFLOW:
-        return step
-    import tensorflow as tf
-
-    return tf.function(step, jit_compile=jit_compile)
+def step_of(optimizer, weights):
+    return lambda g: optimizer.apply(g, weights)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +124,9 @@ def test_100_steps_beside_the_plain_twin(case, dtype, l2, mode):
     options = {"jit_compile": False} if mode == "op by op" else {}
     optimizer, weights = new(case, dtype, l2, **options)
 
+    step = step_of(optimizer, weights)
     if mode in ("graph", "xla"):
-        step = traced(optimizer, weights, jit_compile=mode == "xla")
-    else:
-        step = functools.partial(optimizer.apply, trainable_variables=weights)
+        step = traced(mode, step)
     ours, twin = found(optimizer, weights, step, dtype), of_twin(case, dtype, l2)
     assert int(optimizer.skipped_blocks.numpy()) == 10
     # Rounding of 100 steps of 0.05: in float64, too, Keras's settings are float32.
