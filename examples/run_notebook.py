@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import io
 import os
@@ -31,13 +32,15 @@ def executed(notebook: Any) -> Any:
     """A copy that has been run, in a process of its own and a folder that goes."""
     from nbclient import NotebookClient
 
-    # Quiet, and no instructions that a virtual machine only announces.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-    notebook = notebook.copy()
+    # Virtual machines may announce AMX and not have it.
+    environment = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16", **os.environ}
+    environment |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.pop("MPLBACKEND", None)  # the kernel's own shows pictures
+    notebook = copy.deepcopy(notebook)
     with tempfile.TemporaryDirectory() as folder:
         resources = {"metadata": {"path": folder}}
-        NotebookClient(notebook, timeout=600, resources=resources).execute()
+        client = NotebookClient(notebook, timeout=600, resources=resources)
+        client.execute(env=environment)
     for cell in code_cells(notebook):
         cell.metadata.pop("execution", None)  # times
         cell.outputs = _kept(cell.outputs)
