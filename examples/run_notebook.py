@@ -66,7 +66,8 @@ def _smaller(png: str) -> str:
 
     file = io.BytesIO()
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-    picture.quantize(128).save(file, format="png", optimize=True)
+    few = picture.quantize(256, Image.Quantize.MAXCOVERAGE)  # which keeps rare colours
+    few.save(file, format="png", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
 
