@@ -109,16 +109,20 @@ def partition(variables: Sequence[Any], blocks: BlockSpec = "layer") -> Blocks:
     Args:
         variables: Keras variables, for instance `model.trainable_variables`.
         blocks: What makes a block.
-            - `"layer"`: everything that the innermost layer owns. Decided by
-              `variable.path`; a path that repeats starts a new block, because
-              two layers may have the same path. In a `TorchModuleWrapper` the
-              layers are torch's modules, and the names are theirs.
-            - `"variable"`: every variable by itself.
-            - `"model"`: all in one.
-            - a callable `variable -> str | None`: variables with the same name
-              are one block, `None` leaves a variable out of all blocks.
-            - a list of `(regex, name | None)`: the first pattern found in
-              `variable.path` names the block. Unmatched variables go by layer.
+            - `"layer"`: everything that the innermost layer owns. `variable.path`
+              decides which layer that is. Two layers may have the same path: where
+              a path repeats, a new block starts. In a `TorchModuleWrapper` the
+              layers are torch's modules, with their names.
+            - `"variable"`: every variable is a block.
+            - `"model"`: all variables are one block.
+            - a callable `variable -> str | None`: variables that get the same name
+              are one block.
+            - a list of `(regex, name | None)`: the first pattern that is found in
+              `variable.path` names the block. Where none is found, the variable's
+              layer is its block.
+
+            A variable whose name is None is in no block: it is still trained, on its
+            raw gradient.
 
     Returns:
         A tuple of `Block(name, variables)`. Names are unique.

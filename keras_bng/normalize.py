@@ -48,13 +48,13 @@ def normalize(
             gradient.
         rule: `"unit"`, `"rms"`, `"adaptive"`, `"clip"`, a rule object, a callable, or
             None.
-        norm: `"l2"` (default), `"l1"` or `"max"`: by which a block's gradient, and for
-            `"adaptive"` its weights, is measured.
+        norm: `"l2"` (default), `"l1"` or `"max"`: which norm a block's gradient is
+            measured by, and for `"adaptive"` its weights.
 
     Returns:
-        The list of scaled gradients, in the same order and dtypes; integers become
-        floats, of their weight's dtype. Zero stays zero; a block with a NaN or Inf in
-        it comes back as zero.
+        The list of scaled gradients, in the same order and of the same dtypes.
+        (Integers become floats of their weight's dtype.) A zero gradient stays zero. A
+        block with a NaN or Inf in it comes back as zero.
 
     Examples:
         >>> import keras, keras_bng

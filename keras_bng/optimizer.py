@@ -141,27 +141,29 @@ class BlockNormalized(Base):
 
     Put it in front of a Keras optimizer: `class LionNG(BlockNormalized, Lion)`.
 
-    `rule`, `l2`, `jit_compile` and `norm` are attributes that can be set later. An
-    eager step follows at once. A function that is traced already, `fit`'s for example,
-    does not, as with any setting of a Keras optimizer but the learning rate: call
-    `model.make_train_function(force=True)`, or compile the model again.
+    `rule`, `l2`, `jit_compile` and `norm` are attributes that can be set later. A step
+    called eagerly follows at once. `fit` has a traced function, which does not follow:
+    call `model.make_train_function(force=True)`, or compile the model again. (The same
+    holds for all settings of Keras's optimizers, except for the learning rate.)
 
     Args:
         blocks: What makes a block: `"layer"` (default), `"variable"`, `"model"`, a
             callable `variable -> str | None`, or a list of `(regex, name | None)`
             searched in `variable.path`. See `keras_bng.partition`.
-        rule: The factor of a block: `"unit"` (default), `"rms"`, `"adaptive"`,
-            `"clip"`, a rule object, a callable `(gradient_norm, weight_norm) -> factor`
-            on vectors with one entry a block, or None for the base optimizer as it is.
+        rule: What a block's gradient is multiplied by: `"unit"` (default), `"rms"`,
+            `"adaptive"`, `"clip"`, a rule object, or a callable
+            `(gradient_norm, weight_norm) -> factor` on vectors with one entry for each
+            block. None leaves the base optimizer as it is.
         l2: Adds `l2 * w` to the gradient after normalization, as weight decay does in
-            Torch. Keras's own `weight_decay` is decoupled from the gradient.
-        jit_compile: How a step called eagerly on TensorFlow runs: `"auto"` as one
-            compiled function, with XLA if there is a GPU; `True` always with XLA;
-            `False` op by op. Op by op runs, too, what may change in Python from step to
-            step: an `update_step` of your own, and settings that are new.
-        norm: By which a block's gradient is measured, and for `"adaptive"` its weights:
-            `"l2"` (default, Euclidean), `"l1"` (the sum of absolute values) or `"max"`
-            (the largest of them).
+            Torch. Keras's own `weight_decay` does not touch the gradient.
+        jit_compile: How a step that is called eagerly on TensorFlow runs. `"auto"`: as
+            one compiled function, with XLA if there is a GPU. `True`: with XLA.
+            `False`: one operation after the other. So run, whatever this is, steps
+            whose Python code may change: with an `update_step` of your own, or with
+            settings that are new.
+        norm: Which norm a block's gradient is measured by, and for `"adaptive"` its
+            weights: `"l2"` (default, Euclidean), `"l1"` (the sum of absolute values) or
+            `"max"` (the largest of them).
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class BlockNormalized(Base):
 
     @property
     def l2(self) -> float | None:
-        """Times the weights, what is added to a gradient after normalization."""
+        """`l2 * w` is added to a gradient after normalization."""
         return self._l2
 
     @l2.setter
@@ -231,7 +233,7 @@ class BlockNormalized(Base):
 
     @property
     def norm(self) -> str:
-        """By which a block is measured."""
+        """Which norm a block is measured by."""
         return self._norm
 
     @norm.setter
@@ -240,7 +242,7 @@ class BlockNormalized(Base):
 
     @property
     def skipped_blocks(self) -> Any:
-        """How many block updates were dropped because the gradient was not finite."""
+        """How many updates of a block were dropped for a NaN or Inf in the gradient."""
         if self._built_blocks is None:
             raise AttributeError(
                 "`skipped_blocks` exists after `build`. Train a step, or call "

@@ -36,10 +36,13 @@ NO_RULE = (
 class SGDNG(BlockNormalized, SGD):
     """SGD with momentum on block-normalized gradients (the paper's SGDMNG).
 
-    Takes the arguments of `keras.optimizers.SGD` in their order (here `momentum`
-    defaults to 0.9), then `blocks`, `rule`, `l2`, `jit_compile` and `norm`: see
-    `keras_bng.BlockNormalized`. Without momentum, the gradient of an `Embedding` stays
-    sparse and a step costs what its touched rows cost.
+    Takes the arguments of `keras.optimizers.SGD` in their order, then the keywords
+    `blocks`, `rule`, `l2`, `jit_compile` and `norm`: see `keras_bng.BlockNormalized`.
+    Here `momentum` defaults to 0.9.
+
+    The learning rate is the length of a step, so that a rate of `SGD` does not carry
+    over: see `keras_bng.find_learning_rate`. With `momentum=0.0`, the gradient of an
+    `Embedding` stays sparse, and a step costs what its touched rows cost.
 
     Examples:
         >>> import keras
@@ -83,9 +86,9 @@ class _EpsilonBesideRoot(Base):
 class AdamNG(BlockNormalized, _EpsilonBesideRoot, Adam):
     """Adam on block-normalized gradients.
 
-    Takes the arguments of `keras.optimizers.Adam` in their order (here `epsilon`
-    defaults to the paper's 1e-8), then `blocks`, `rule`, `l2`, `jit_compile` and
-    `norm`: see `keras_bng.BlockNormalized`.
+    Takes the arguments of `keras.optimizers.Adam` in their order, then the keywords
+    `blocks`, `rule`, `l2`, `jit_compile` and `norm`: see `keras_bng.BlockNormalized`.
+    Here `epsilon` defaults to the paper's 1e-8. Adam's learning rate is a good start.
 
     Examples:
         >>> import keras
@@ -112,10 +115,11 @@ class AdamNG(BlockNormalized, _EpsilonBesideRoot, Adam):
 class AdagradNG(BlockNormalized, Adagrad):
     """AdaGrad on block-normalized gradients (the paper's AdaGradNG).
 
-    Takes the arguments of `keras.optimizers.Adagrad` in their order, then `blocks`,
-    `rule`, `l2` and `jit_compile`: see `keras_bng.BlockNormalized`. The defaults here
-    are a rate of 0.01 and an `initial_accumulator_value` of 0: Keras's 0.1 would swamp
-    normalized gradients, whose squares add up to 1 over a whole block.
+    Takes the arguments of `keras.optimizers.Adagrad` in their order, then the keywords
+    `blocks`, `rule`, `l2`, `jit_compile` and `norm`: see `keras_bng.BlockNormalized`.
+    Here the learning rate defaults to 0.01 and `initial_accumulator_value` to 0:
+    Keras's 0.1 would be far above the squares of normalized gradients, which add up to
+    1 over a whole block.
     """
 
     def __init__(
@@ -133,8 +137,8 @@ class RMSpropNG(BlockNormalized, RMSprop):
     """RMSprop on block-normalized gradients.
 
     Takes the arguments of `keras.optimizers.RMSprop` in their order, with its
-    defaults, then `blocks`, `rule`, `l2`, `jit_compile` and
-    `norm`: see `keras_bng.BlockNormalized`.
+    defaults, then the keywords `blocks`, `rule`, `l2`, `jit_compile` and `norm`: see
+    `keras_bng.BlockNormalized`.
     """
 
 
@@ -144,17 +148,19 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
 
     It accumulates the squares of the *normalized* gradients, but steps along the *raw*
     one: `w -= learning_rate * g / (delta + sqrt(sum of squares of g / ||g||))`. So it
-    is not `AdagradNG`, and a vanishing gradient still makes it stop.
+    is not `AdagradNG`, and it stops where the gradient vanishes.
 
-    With `l2`, `l2 * w` is added to `g / ||g||`, and `||g||` times that to `g`: what is
-    accumulated and what is stepped along stay one gradient at two lengths.
+    With `l2`, `l2 * w` is added to `g / ||g||`, and `||g||` times that is added to `g`.
+    So the accumulated gradient and the step still have the same direction.
 
     Args:
         learning_rate: The paper's eta. Defaults to `0.01`.
-        delta: Added to the root of the accumulator, above 0. Defaults to `1e-8`.
+        delta: A number above 0, added to the root of the accumulator. Defaults to
+            `1e-8`.
 
-    All other arguments are those of every Keras optimizer and, but for `rule`, of
-    `keras_bng.BlockNormalized`. With another `norm`, that takes the place of `||g||`.
+    All other arguments are those of every Keras optimizer, and `blocks`, `l2`,
+    `jit_compile` and `norm` of `keras_bng.BlockNormalized`. There is no `rule`. `norm`
+    says which norm `||g||` is.
     """
 
     def __init__(
@@ -329,17 +335,18 @@ def block_normalized(
     """Makes any Keras optimizer normalize its gradients block by block.
 
     Args:
-        optimizer: An instance of a Keras optimizer. It is not changed; its settings,
-            schedule and, if it was built, its state are taken over.
-        blocks: See `keras_bng.BlockNormalized`, also for the others.
-        rule: What each block's gradient is scaled by.
-        l2: Added to the gradient, times the weights, after it was scaled.
+        optimizer: An instance of a Keras optimizer. It is not changed. Its settings and
+            its schedule are taken over, and its state if it was built.
+        blocks: What makes a block. This and the following arguments are those of
+            `keras_bng.BlockNormalized`.
+        rule: What each block's gradient is multiplied by.
+        l2: Adds `l2 * w` to the gradient after normalization.
         jit_compile: How a step that is called eagerly on TensorFlow runs.
-        norm: By which a block is measured.
+        norm: Which norm a block is measured by.
 
     Returns:
-        An optimizer of a subclass of `optimizer`'s class: not a wrapper around it, so
-        that callbacks, saving and `optimizer.learning_rate` work as with the original.
+        An optimizer of a subclass of `optimizer`'s class. It is not a wrapper, so that
+        callbacks, saving and `optimizer.learning_rate` work as with the original.
 
     Examples:
         >>> import keras

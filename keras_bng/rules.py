@@ -16,18 +16,20 @@ RuleSpec: TypeAlias = "str | Rule | Callable[[Any, Any], Any] | None"
 
 
 class Rule(abc.ABC):
-    """A factor a block: `rule(gradient_norm, weight_norm)`, vectors in, a vector out.
+    """Base of the rules. A rule says what each block's gradient is multiplied by.
 
-    `gradient_norm` is positive and finite: blocks whose gradient is zero or not
-    finite are dealt with before a rule sees them, and show it the value 1.
+    It is called as `rule(gradient_norm, weight_norm)`. Both are vectors with one entry
+    for each block, and so is what it returns. `gradient_norm` is always positive and
+    finite: where a gradient is zero or not finite, the rule sees 1, and what it returns
+    is not used.
     """
 
     uses_weights = True
-    """Whether the rule reads `weight_norm`. If not, it is not computed, and is None."""
+    """Whether the rule needs `weight_norm`. If False, it gets None instead."""
 
     uses_ones = False
-    """Whether the rule takes a third argument, `ones_norm`: for each block the norm of
-    a gradient of ones. Under `norm="l2"` that is the root of the block's size."""
+    """Whether the rule takes a third argument, `ones_norm`: for each block, the norm of
+    a gradient of ones. With `norm="l2"` this is the root of the number of weights."""
 
     @abc.abstractmethod
     def __call__(self, gradient_norm: Any, weight_norm: Any, *ones_norm: Any) -> Any:
@@ -55,11 +57,11 @@ class Unit(Rule):
 @keras.saving.register_keras_serializable("keras_bng")
 @dataclasses.dataclass(frozen=True)
 class Rms(Rule):
-    """Every block's gradient gets root mean square 1, as one of ones and minus ones.
+    """Every block's gradient gets root mean square 1.
 
-    So the learning rate is a length per weight, whatever the size of the block: under
-    `Unit` it is the length of the whole block's step. Under `norm="l1"` the mean
-    absolute value becomes 1, under `norm="max"` the largest.
+    So with SGD the learning rate is the step of a typical weight, whatever the size of
+    its block. (Under `Unit` it is the length of the whole block's step.) With
+    `norm="l1"` the mean absolute value becomes 1, with `norm="max"` the largest one.
     """
 
     uses_weights = False
@@ -72,9 +74,9 @@ class Rms(Rule):
 @keras.saving.register_keras_serializable("keras_bng")
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Rule):
-    """Every block's gradient gets `ratio` times the norm of its weights (NG_adap).
+    """Every block's gradient gets norm `ratio` times that of its weights (NG_adap).
 
-    Weights that are all zero count as norm 1, so that nothing is frozen.
+    Weights that are all zero count as norm 1, so that they can move.
     """
 
     ratio: float = 0.02
@@ -93,7 +95,10 @@ class Adaptive(Rule):
 @keras.saving.register_keras_serializable("keras_bng")
 @dataclasses.dataclass(frozen=True)
 class Clip(Rule):
-    """A block's gradient longer than `threshold` is cut to that length (CLIP)."""
+    """A block's gradient with a norm above `threshold` gets that norm (CLIP).
+
+    Smaller gradients stay as they are.
+    """
 
     threshold: float = 0.1
     uses_weights = False

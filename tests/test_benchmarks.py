@@ -159,7 +159,15 @@ def test_the_table_of_targets_has_all_that_was_measured(tmp_path):
     assert "| **1.30 [1.20, 1.40] > 0.25** |" in lines[0]
     large = [line.split("|")[6].strip() for line in lines]
     assert large.count("1.30 [1.20, 1.40] ≤ 1.6") == 1  # SGDNG on torch
-    assert large.count("0.0 ≤ 1") == 4  # peak memory
+    assert large.count("0.0 ≤ 16.8") == 4  # peak memory
+
+
+def test_the_table_of_the_readme_has_fit_of_four_models(tmp_path):
+    save_results(tmp_path)
+    header, _, *lines = targets.fit_table(tmp_path).splitlines()
+    assert header.count("|") == 6
+    assert [line.split("|")[1].strip() for line in lines] == ["AdamNG", "SGDNG"]
+    assert all(line.count("1.30") == 4 for line in lines)
 
 
 def test_the_small_table_has_the_medians_of_every_backend(tmp_path):
@@ -180,6 +188,6 @@ def test_the_cost_of_a_record_is_what_its_step_and_the_next_take_longer():
 
 def test_the_documented_cost_of_watching_is_the_measured_one():
     results = json.loads((report.RESULTS / "monitor.json").read_text())
-    docs = pathlib.Path(__file__).parent.parent / "docs" / "how.md"
+    docs = pathlib.Path(__file__).parent.parent / "docs" / "speed.md"
     assert monitor.table(results) in docs.read_text()
     assert results["date"] in docs.read_text()

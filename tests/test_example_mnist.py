@@ -13,6 +13,7 @@ import data
 import harness
 import mnist_blocks
 import mnist_mlp
+import report
 
 PUBLISHED = pathlib.Path(mnist_mlp.__file__).parent / "results"
 
@@ -204,3 +205,29 @@ def test_the_readme_shows_the_published_short_runs():
     readme = (PUBLISHED.parent.parent / "README.md").read_text().replace("*", "")
     assert mnist_mlp.results_table(results) in readme
     assert "(examples/results/mnist_mlp_short.png)" in readme
+
+
+def test_what_the_readme_says_it_does_is_what_the_published_runs_say():
+    def mean(experiment, algorithm, metric, **settings):
+        results = harness.read_all(PUBLISHED, experiment)
+        return float(report.last(results, algorithm, metric, **settings).mean())
+
+    readme = " ".join((PUBLISHED.parent.parent / "README.md").read_text().split())
+    for metric, depth, text in (
+        ("val_accuracy", 18, "accuracy is {:.2f} with AdamNG and {:.2f} with Adam."),
+        ("loss", 6, "and AdamNG at {:.3f}; on"),
+    ):
+        found = [
+            mean(mnist_mlp.EXPERIMENT, name, metric, depth=depth, epochs=30)
+            for name in ("AdamNG", "Adam")
+        ]
+        assert text.format(*found) in readme
+    assert f"ends at a train loss of {found[1]:.3f} and AdamNG" in readme
+    errors = [
+        100 - 100 * mean("cifar_resnet", name, "val_accuracy", classes=10, epochs=16)
+        for name in ("SGDM", "SGDMNG", "SGDMNG_adap")
+    ]
+    text = (
+        "{:.1f} % with SGD, {:.1f} % with the default rule and {:.1f} % with adaptive"
+    )
+    assert text.format(*errors) in readme

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="TensorFlow only"
 )
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+DEVICES = pathlib.Path(__file__).parent.parent / "docs" / "devices.md"
 LOSS = functools.partial(
     keras.losses.SparseCategoricalCrossentropy, from_logits=True, reduction=None
 )
@@ -332,9 +332,9 @@ def test_an_eager_step_under_a_strategy_is_not_compiled(rng):
     assert arrays([w])[0] == [-1.0]
 
 
-MULTI_WORKER = re.search(
-    r"<!-- two processes -->\n```python\n(.*?)^```", README.read_text(), re.M | re.S
-)
+def multi_worker_loop():
+    pattern = r"<!-- two processes -->\n```python\n(.*?)^```"
+    return re.search(pattern, DEVICES.read_text(), re.M | re.S)[1]
 
 
 def free_ports(count):
@@ -370,9 +370,9 @@ def run_workers(code, count, folder):
 
 
 def test_two_workers_on_loopback_equal_one_process(tmp_path):
-    """The loop of the README, `MultiWorkerMirroredStrategy`."""
-    first, second = run_workers(MULTI_WORKER[1], 2, tmp_path)
-    (alone,) = run_workers(MULTI_WORKER[1], 1, tmp_path)
+    """The loop of `docs/devices.md`, `MultiWorkerMirroredStrategy`."""
+    first, second = run_workers(multi_worker_loop(), 2, tmp_path)
+    (alone,) = run_workers(multi_worker_loop(), 1, tmp_path)
     for a, b, c in zip(first, second, alone):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_allclose(a, c, rtol=0, atol=1e-6)

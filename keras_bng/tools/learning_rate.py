@@ -39,40 +39,41 @@ def find_learning_rate(
     """Trains a model at several learning rates for a while, and says which is best.
 
     The model is left as it was: weights, optimizer, metrics. Each rate begins with the
-    model's present weights and an optimizer that has made no step, gets the same
-    batches and the same random numbers, and keeps its rate: no schedule. Only a rate
-    whose loss is not finite ends early; others may look bad for long before they learn.
+    model's present weights and an optimizer that has made no step. All rates get the
+    same batches and the same random numbers, and stay constant. A rate ends early only
+    if its loss is not finite: others may look bad for long before they learn.
 
-    Rates that cannot be told apart by the noise of their batches count as equally good.
-    Of those the largest is taken that did no harm, that is, whose loss is not above
-    that at the start: on a plateau, rates that are too low are ahead by a hair.
+    The losses of two rates may differ by less than the noise of their batches. Such
+    rates count as equally good, and the largest of them is taken. On a plateau, rates
+    that are too low would otherwise win by a hair. A rate whose loss is above that at
+    the start is never taken.
 
-    The loss after a short training favours rates that are good at first. Those that
-    are best in a training ten times as long are often the next lower ones, above all
-    at a constant rate. A tenth of the steps that you will train for is a good budget.
+    The loss after a short training favours rates that are good at first. In a training
+    ten times as long the next lower rate is often better, above all without a schedule.
+    A tenth of the steps that you will train for is a good budget.
 
     Args:
         model: A compiled model, with any Keras optimizer but a `MultiOptimizer`.
-        x: As in `fit`. Batches are taken once and kept in memory: those of one epoch,
-            or as many as there are steps if those are fewer.
+        x: As in `fit`. The batches of one epoch, or of `steps` if those are fewer, are
+            kept in memory.
         y: As in `fit`.
         sample_weight: As in `fit`, where `x` is made of arrays.
         batch_size: As in `fit`.
-        rates: To try, two or more. Default: three a decade, where they usually are for
-            this optimizer and its rule.
-        steps: Batches that each rate gets. Default: 1,000. Deep networks may need as
-            many to leave their first plateau.
-        validation_data: As in `fit`, to judge by: its loss after the last step.
-            Default: the mean loss of the batches of the last tenth of the steps.
-        verbose: 0 is silent, 1 a line that changes, 2 a line a rate. "auto" is 1 in a
-            terminal or notebook, else 2.
+        rates: Two or more rates to try. Default: three a decade, around what is usual
+            for this optimizer and its rule.
+        steps: How many batches each rate gets. Default: 1,000. A deep network needs
+            enough to leave its first plateau.
+        validation_data: As in `fit`. If given, its loss after the last step decides.
+            Otherwise the mean loss of the last tenth of the steps does.
+        verbose: 0 is silent, 1 prints a line that changes, 2 a line for each rate.
+            "auto" is 1 in a terminal or notebook, else 2.
 
     Returns:
         An object with `best`, a float, and the arrays `rates` and `losses`. Printed, it
-        is a table; `plot(path)` draws it.
+        is a table. `plot(path)` draws it.
 
     Raises:
-        RuntimeError: No rate made the loss smaller, beyond the noise of the batches.
+        RuntimeError: No rate made the loss smaller by more than the batches' noise.
 
     Examples:
         >>> import keras, numpy as np

@@ -35,35 +35,38 @@ NOTHING_IN_WATCH = (
 
 
 class BlockMonitor(keras.callbacks.Callback):
-    """Records what each block's gradient was and how far the block moved, in `fit`.
+    """Records, in `fit`, the gradient of each block and how far each block moves.
 
-    In a loop of one's own, `with monitor.watch(optimizer):` around it does the same.
+    In a loop of your own, `with monitor.watch(optimizer):` around it does the same.
 
-    For our optimizers and, to see a vanishing gradient before switching, for any other
-    Keras optimizer: its `factor` is 1. Works on every backend, compiled or not, on
-    replicas, with accumulated gradients and with loss scaling. Steps that are recorded
-    run in a training function of their own, which is traced when the first one comes;
-    all others run in the one that `fit` has without a monitor. Optimizers that a model
-    holds beside `model.optimizer` are watched too, from their first update on. With
-    several JAX processes, only the first has records.
+    It works with our optimizers and with any other Keras optimizer, so that you can see
+    a vanishing gradient before you switch. It works on every backend, compiled or not,
+    on replicas, with accumulated gradients and with loss scaling. A model may hold
+    other optimizers beside `model.optimizer`: they are watched too, from their first
+    update on. With several JAX processes, only the first one has records.
+
+    Steps that are recorded run in a training function of their own. All others run in
+    the one that `fit` has without a monitor, and cost nothing more.
 
     Args:
-        log_dir: Where `blocks.csv` grows, a line a block and record, and TensorBoard
-            finds its scalars and, at the end of each epoch, the picture of `plot`. None
-            keeps records in memory only.
-        every: Records every so many updates.
-        blocks: What makes a block where the optimizer has none of its own, as in
-            `keras_bng.partition`.
-        tensorboard: Whether TensorBoard's files are written to `log_dir` too.
+        log_dir: A folder for files. `blocks.csv` gets a line for each block and record.
+            TensorBoard finds its scalars there and, at the end of each epoch, the
+            picture of `plot`. None: records are in memory only.
+        every: How many updates there are from one record to the next.
+        blocks: What makes a block, as in `keras_bng.partition`, if the optimizer is not
+            one of ours.
+        tensorboard: Whether TensorBoard's files are written to `log_dir`, too.
 
     Attributes:
-        blocks: The names of the blocks; of an optimizer that comes later, at the end.
-        history: Arrays by name: `step`, `run`, and with a column a block
-            `gradient_norm`, `weight_norm` (before the update), `factor`, `skipped` (1
-            where the gradient was not finite), and `relative_step`, the length of the
-            update divided by the weights' norm. `run` counts from 0: the next begins
-            where steps begin again, or with another optimizer. NaN is a block that was
-            not updated.
+        blocks: The names of the blocks. Those of an optimizer that comes later are at
+            the end.
+        history: Arrays by name. `step` and `run` have an entry for each record. All
+            others have a column for each block: `gradient_norm`; `weight_norm`, before
+            the update; `factor`, which is 1 with a stock optimizer; `skipped`, which is
+            1 where the gradient was not finite; `relative_step`, the length of the
+            update divided by the weights' norm. NaN means that the block was not
+            updated. `run` counts from 0, and rises where the steps begin again or
+            another optimizer comes.
 
     Examples:
         >>> import keras, numpy as np
@@ -218,12 +221,12 @@ class BlockMonitor(keras.callbacks.Callback):
 
     @contextlib.contextmanager
     def watch(self, *optimizers: Any) -> Iterator[BlockMonitor]:
-        """Records what these optimizers apply within: a context for one's own loops.
+        """A context for loops of your own: records what these optimizers apply in it.
 
-        Called eagerly, in a `tf.function`, by `stateless_apply` in a `jax.jit`, or with
-        torch. A function that is compiled is seen if it is traced within the context,
-        which XLA on TensorFlow does not allow. Updates of several optimizers that have
-        the same number are one record.
+        The loop may be eager, in a `tf.function`, in a `jax.jit` with
+        `stateless_apply`, or in torch. A function that is compiled is seen if it is
+        traced within the context. XLA on TensorFlow does not allow this. With several
+        optimizers, updates of the same number are one record.
 
         Args:
             optimizers: Keras optimizers, built or not, ours or others.
@@ -279,16 +282,15 @@ class BlockMonitor(keras.callbacks.Callback):
         return [part for part in self._watched.values() if part.watch.entered]
 
     def plot(self, path: str | pathlib.Path, title: str = "") -> None:
-        """A picture: blocks from input to output, steps from left to right.
+        """Draws a picture: blocks from top to bottom, steps from left to right.
 
-        For several monitors below each other, in the same colours, there is
-        `keras_bng.tools.picture.plot`.
+        `keras_bng.tools.picture.plot` draws several monitors below each other.
         """
         picture.plot({title: self}, path)
 
     @classmethod
     def read(cls, path: str | pathlib.Path) -> BlockMonitor:
-        """A monitor with the records of a `blocks.csv`, to look at or to plot."""
+        """Makes a monitor from a `blocks.csv`, to look at or to plot."""
         monitor = cls()
         found = monitor._records
         found.blocks, found.runs, found.rows = files.read(path)

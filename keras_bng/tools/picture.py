@@ -43,10 +43,14 @@ class Run(NamedTuple):
 
 
 def plot(monitors: Mapping[str, Recorded], path: str | pathlib.Path) -> None:
-    """Gradient norms and relative steps, a row a monitor, in the same colours.
+    """Draws gradient norms (left) and relative steps (right), a row for each monitor.
 
-    If a monitor has several runs, each has a row: the last six of them. Grey is zero,
-    not finite or not updated.
+    All rows have the same colours. If a monitor has several runs, each of its last six
+    has a row. Grey means zero, not finite, or not updated.
+
+    Args:
+        monitors: Each a `BlockMonitor`, by the title of its row.
+        path: Of the picture, a PNG file.
     """
     path = pathlib.Path(path)
     picture = figure_of(monitors)

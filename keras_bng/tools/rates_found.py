@@ -13,14 +13,15 @@ POINTS = 100  # that a curve is drawn with: means over so many parts of the step
 
 
 class RatesFound:
-    """What became of each rate. Printed, it is a table.
+    """What `find_learning_rate` returns. Printed, it is a table.
 
     Attributes:
         best: The rate to take.
-        rates: All that were tried, from the lowest to the highest.
-        losses: What each was judged by; infinite where the loss was not finite.
-        curves: The loss of each batch, a row a rate; NaN after a rate was given up.
-        loss_at_start: That of the weights that each rate began with.
+        rates: All rates that were tried, from the lowest to the highest.
+        losses: The loss that each rate was judged by. Infinite where it was not finite.
+        curves: The loss of each batch, with a row for each rate. NaN after a rate
+            was given up because its loss was not finite.
+        loss_at_start: The loss of the weights that each rate began with.
     """
 
     def __init__(

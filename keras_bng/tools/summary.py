@@ -35,17 +35,17 @@ def block_summary(
     blocks: BlockSpec | None = None,
     print_fn: Callable[[str], Any] = print,
 ) -> None:
-    """Prints the blocks as a table, before training, and how far a step moves each.
+    """Prints a table of the blocks, and how far one step will move each of them.
 
-    The relative step is the length of one update divided by the norm of the weights,
-    at the present learning rate and without weight decay. There is a dash where it
-    depends on the gradient, as with SGD or clipping, and where no optimizer is.
+    The column "Relative step" has the length of one update divided by the norm of the
+    weights, at the present learning rate and without weight decay. A dash means that it
+    depends on the gradient, as with SGD or clipping, or that there is no optimizer.
 
     Args:
         model_or_optimizer: A model that has variables, or an optimizer that is built.
-        blocks: What makes a block, as in `keras_bng.partition`: to try a setting.
-            Default: the optimizer's own, if it is one of ours, else `"layer"`.
-        print_fn: Gets the table, as in `model.summary`.
+        blocks: What makes a block, as in `keras_bng.partition`, to try a setting.
+            Default: the optimizer's own blocks, if it is one of ours, else `"layer"`.
+        print_fn: Called with the text of the table, as in `model.summary`.
 
     Examples:
         >>> import keras
