@@ -10,7 +10,7 @@ normalization helps; at 18 layers Adam is stuck from the beginning and AdamNG is
     python examples/mnist_mlp.py --paper   # all 18 combinations, 30 epochs, 3 seeds
 
 Measured on all of MNIST, Keras 3.15.1, TensorFlow 2.21, 2 cores (RESULTS.md has all):
-after 30 epochs at 18 layers, 3 seeds, test accuracy 0.11 with Adam, 0.86 with AdamNG;
+after 30 epochs at 18 layers, 3 seeds, test accuracy 0.11 with Adam, 0.85 with AdamNG;
 at 6 layers Adam is the better one. The short version takes half a minute a run;
 `--search` took 32 minutes and `--paper` 96, on one core each, with other work beside.
 Finished runs are kept in `--out`.

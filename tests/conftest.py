@@ -5,6 +5,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Virtual machines may announce AMX and not have it: bfloat16 would be a SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
+# With a process a core, torch's threads would wait for each other: 100 times slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 

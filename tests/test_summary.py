@@ -5,7 +5,7 @@ import re
 import keras
 import numpy as np
 import pytest
-from helpers import arrays, compiled
+from helpers import arrays, compiled, small_model
 from keras import ops
 from reference import block_norm
 
@@ -345,3 +345,11 @@ def test_looking_changes_nothing():
     assert not model.optimizer.built
     for a, b in zip(before, arrays(model.variables)):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_notebook_gets_the_whole_text_too(monkeypatch):
+    # There, rich would show the table itself, and keep it from `print_fn`.
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    lines = []
+    block_summary(small_model(), print_fn=lines.append)
+    assert "Relative step" in lines[0] and "dense" in lines[0]

@@ -234,9 +234,14 @@ def _table(rows: list[Row], norms: np.ndarray, steps: list[float]) -> str:
         )
     text = io.StringIO()
     # Names are no markup, and no name is longer than this.
-    Console(file=text, width=10**6, color_system=None, markup=False, emoji=False).print(
-        table
-    )
+    Console(
+        file=text,
+        width=10**6,
+        color_system=None,
+        markup=False,
+        emoji=False,
+        force_jupyter=False,
+    ).print(table)
     return text.getvalue()
 
 
