@@ -257,6 +257,7 @@ class BlockNormalized(Base):
             blocks = partition(variables, self._block_spec)
         _check_factors_of(self.rule, blocks)
         super().build(variables)
+        backend.check_shards(variables, self.variables)
         base = fused_base(type(self))
         self._built_blocks = _Built(blocks, variables, self._get_variable_index, base)
         self._skipped_blocks = self.add_variable(

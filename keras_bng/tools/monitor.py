@@ -45,7 +45,7 @@ class BlockMonitor(keras.callbacks.Callback):
     run in a training function of their own, which is traced when the first one comes;
     all others run in the one that `fit` has without a monitor. Optimizers that a model
     holds beside `model.optimizer` are watched too, from their first update on. With
-    several JAX processes, only the first has records.
+    several processes, only the first has records.
 
     Args:
         log_dir: Where `blocks.csv` grows, a line a block and record, and TensorBoard
@@ -195,7 +195,8 @@ class BlockMonitor(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._stand_in.take_away()
         self._records.close()
-        if self._begun == len(self._records.rows) and self._missed >= self.every:
+        recorded = len(self._records.rows) - self._begun
+        if not recorded and self._missed >= self.every and backend.is_first_process():
             warnings.warn(NOTHING_IN_FIT, stacklevel=2)
 
     def _count(self) -> None:
@@ -260,6 +261,8 @@ class BlockMonitor(keras.callbacks.Callback):
         for part in group.parts:
             steps, sent = before.get(part, (0, 0))
             made = (_steps(part.optimizer) - steps) // part.accumulation
+            if not backend.is_first_process():  # which have none
+                continue
             if part.sent == sent and made >= self.every:
                 name = part.optimizer.name
                 warnings.warn(NOTHING_IN_WATCH.format(name), stacklevel=3)
