@@ -105,7 +105,7 @@ def next_port():
 
 
 def run_snippet(tag):
-    """What is there after the code of the page has run; in a process, or in the test."""
+    """The names that there are after the code of the page has run here."""
     names = {"__name__": "__main__"}
     exec(compile(snippet(tag), f"docs/devices.md: {tag}", "exec"), names)
     return names
