@@ -53,8 +53,9 @@ Base: Any = object
 
 PACKAGE = "keras_bng"
 ONLY_NOW_AND_THEN = (
-    "Keras cannot {} in a compiled step on more than one replica (its own optimizers "
-    "raise here too). Call `strategy.run` eagerly, or leave out `{}`."
+    "Keras cannot {} in a compiled step on more than one replica, or where parameter "
+    "servers or a central device have the weights (its own optimizers raise here too). "
+    "Call `strategy.run` eagerly, or leave out `{}`."
 )
 EAGER_STEPS = 8  # that an optimizer remembers: sets of variables and settings
 SET_BY_FIT = ("_eval_epoch_iterator", "_jax_state", "_jax_state_synced")
