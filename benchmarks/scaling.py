@@ -8,8 +8,8 @@
 Data parallel, the MLP of 18 layers, 100 rows a process, one thread a process: torch's
 DistributedDataParallel, TensorFlow's MultiWorkerMirroredStrategy, and JAX with
 `jax.distributed` and `keras.distribution.DataParallel`. Optimizers take turns in the
-same processes; a turn is some training steps. Where processes outnumber cores, they wait
-for each other, with ours as with stock: only the ratio means something there.
+same processes; a turn is some training steps. Where there are more processes than cores
+they wait for each other, with ours as with stock: only the ratio means something there.
 """
 
 from __future__ import annotations

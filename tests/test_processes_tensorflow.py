@@ -201,6 +201,10 @@ def with_parameter_servers():
         coordinated(*both, *made(strategy, maker("AdamNG", "accumulated")))
     except RuntimeError as error:
         message = str(error)
+    monitor = BlockMonitor("logs", every=2, tensorboard=False)
+    model, optimizer = made(strategy, maker("AdamNG"))
+    with monitor.watch(optimizer):
+        watched = found(*coordinated(*both, model, optimizer))
     parts = []
     for start in (0, 4):  # the second with a model of its own, from the file
         model, optimizer = made(strategy, maker("AdamNG"))
@@ -210,7 +214,12 @@ def with_parameter_servers():
         coordinated(*both, model, optimizer, start=start, end=start + 4)
         model.save_weights("last.weights.h5")
         parts.append(found(model, optimizer))
-    return {"trained": results, "resumed": parts[-1], "accumulated": message}
+    return {
+        "trained": results,
+        "resumed": parts[-1],
+        "accumulated": message,
+        "watched": (watched, monitor.history),
+    }
 
 
 def work(what):
@@ -295,6 +304,17 @@ def test_two_workers_equal_one_process(workers, name, way):
 def test_accumulation_with_a_parameter_server_is_a_clear_error(coordinator):
     message = "Keras cannot accumulate gradients in a compiled step"
     assert message in coordinator["accumulated"]
+
+
+def test_the_monitor_of_a_coordinator_records_what_its_worker_does(coordinator):
+    result, history = coordinator["watched"]
+    model, optimizer = made(tf.distribute.get_strategy(), maker("AdamNG"))
+    monitor = BlockMonitor(every=2)
+    with monitor.watch(optimizer):
+        check(result, found(*train(tf.distribute.get_strategy(), model, optimizer)))
+    assert history["step"].tolist() == [0, 2, 4, 6]
+    for name, values in monitor.history.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name, way", SCHEDULED)
