@@ -53,8 +53,9 @@ Base: Any = object
 
 PACKAGE = "keras_bng"
 ONLY_NOW_AND_THEN = (
-    "Keras cannot {} in a compiled step on more than one replica (its own optimizers "
-    "raise here too). Call `strategy.run` eagerly, or leave out `{}`."
+    "Keras cannot {} in a compiled step on more than one replica, or where parameter "
+    "servers or a central device have the weights (its own optimizers raise here too). "
+    "Call `strategy.run` eagerly, or leave out `{}`."
 )
 EAGER_STEPS = 8  # that an optimizer remembers: sets of variables and settings
 SET_BY_FIT = ("_eval_epoch_iterator", "_jax_state", "_jax_state_synced")
@@ -259,6 +260,7 @@ class BlockNormalized(Base):
             blocks = partition(variables, self._block_spec)
         _check_factors_of(self.rule, blocks)
         super().build(variables)
+        backend.check_shards(variables, self.variables)
         base = fused_base(type(self))
         self._built_blocks = _Built(blocks, variables, self._get_variable_index, base)
         self._skipped_blocks = self.add_variable(

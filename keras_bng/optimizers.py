@@ -231,6 +231,7 @@ class AdagradBNG(BlockNormalized, keras.optimizers.Optimizer):
             return
         super().build(variables)
         self._accumulators = self.add_optimizer_variables(variables, "accumulator")
+        backend.check_shards(variables, self._accumulators)
 
     def _rates(self, learning_rate: Any, factor: Any, variables: Any) -> list[Any]:
         """Times the block's norm: the raw gradient is the normalized one times that."""

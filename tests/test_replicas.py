@@ -3,15 +3,10 @@
 import contextlib
 import functools
 import json
-import os
-import pathlib
-import re
-import socket
-import subprocess
-import sys
 
 import keras
 import numpy as np
+import processes
 import pytest
 import reference
 from helpers import OPTIMIZERS, arrays, compiled, small_data, tensors
@@ -23,7 +18,6 @@ pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="TensorFlow only"
 )
 
-DEVICES = pathlib.Path(__file__).parent.parent / "docs" / "devices.md"
 LOSS = functools.partial(
     keras.losses.SparseCategoricalCrossentropy, from_logits=True, reduction=None
 )
@@ -334,47 +328,25 @@ def test_an_eager_step_under_a_strategy_is_not_compiled(rng):
     assert arrays([w])[0] == [-1.0]
 
 
-def multi_worker_loop():
-    pattern = r"<!-- two processes -->\n```python\n(.*?)^```"
-    return re.search(pattern, DEVICES.read_text(), re.M | re.S)[1]
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-
-
-def run_workers(code, count, folder):
-    workers = [f"127.0.0.1:{port}" for port in free_ports(count)]
-    processes = []
+def run_workers(count, folder):
+    """The loop of the page, by so many workers; the weights of each."""
+    workers = [f"127.0.0.1:{port}" for port in processes.free_ports(count)]
+    environments = []
     for index in range(count):
         task = {"type": "worker", "index": index}
         config = json.dumps({"cluster": {"worker": workers}, "task": task})
-        environment = {**os.environ, "TF_CONFIG": config}
-        save = f"\nimport numpy\nnumpy.savez(r'{folder}/{count}-{index}.npz', *[\n"
-        save += "    v.numpy() for v in model.trainable_variables])\n"
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code + save],
-                env=environment,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    for process in processes:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors[-3000:]
-    results = [np.load(folder / f"{count}-{i}.npz") for i in range(count)]
-    return [[r[key] for key in r.files] for r in results]
+        environments.append({"TF_CONFIG": config, "RANK": str(index)})
+    last = "\nimport processes\n"
+    last += "processes.leave([v.numpy() for v in model.trainable_variables])\n"
+    code = ["-c", processes.snippet("two processes") + last]
+    processes.run(code, environments, folder)
+    return processes.answers(folder, count)
 
 
 def test_two_workers_on_loopback_equal_one_process(tmp_path):
-    """The loop of `docs/devices.md`, `MultiWorkerMirroredStrategy`."""
-    first, second = run_workers(multi_worker_loop(), 2, tmp_path)
-    (alone,) = run_workers(multi_worker_loop(), 1, tmp_path)
+    """The loop of docs/devices.md, `MultiWorkerMirroredStrategy`."""
+    first, second = run_workers(2, tmp_path / "two")
+    (alone,) = run_workers(1, tmp_path / "one")
     for a, b, c in zip(first, second, alone):
         np.testing.assert_array_equal(a, b)
         np.testing.assert_allclose(a, c, rtol=0, atol=1e-6)

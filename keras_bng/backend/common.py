@@ -83,13 +83,19 @@ def _size(tensor: Any) -> int:
 class Rows:
     """The tensors of all blocks: small ones in stacks of shape (k, n), others alone.
 
+    If they are not `flat`, a stack of k tensors has the shape (k, *shape): a row of
+    what is dealt out to devices along an axis of its own would have to be gathered.
     A stack has k rows, and what is alone is one row. `owner` is the block of each row,
     `row_sizes` the length of a row in each group.
     """
 
     def __init__(
-        self, tensors: Sequence[Any], members: Sequence[Sequence[int]]
+        self,
+        tensors: Sequence[Any],
+        members: Sequence[Sequence[int]],
+        flat: bool = True,
     ) -> None:
+        self.flat = flat
         owner = {i: block for block, positions in enumerate(members) for i in positions}
         sizes = {i: _size(tensors[i]) for i in owner if _size(tensors[i])}
         self.sizes = np.zeros(len(members))
@@ -98,13 +104,15 @@ class Rows:
         stacks = alike({i: tensors[i] for i, size in sizes.items() if size <= SMALL})
         alone = [i for i, size in sizes.items() if size > SMALL]
         self.groups = [
-            ops.reshape(ops.stack([tensors[i] for i in group]), (len(group), -1))
-            for group in stacks
+            self.rows_of(ops.stack([tensors[i] for i in group])) for group in stacks
         ] + [tensors[i] for i in alone]
         self.stacks = len(stacks)
         order = [i for group in stacks for i in group] + alone
         self.owner = np.array([owner[i] for i in order], "int32")
         self.row_sizes = [sizes[i] for i in (*(group[0] for group in stacks), *alone)]
+
+    def rows_of(self, stack: Any) -> Any:
+        return ops.reshape(stack, (stack.shape[0], -1)) if self.flat else stack
 
     def by_block(self, rows: Any, largest: bool = False) -> Any:
         """From one number a row to one a block: their sum, or the largest.
@@ -124,18 +132,19 @@ def least(sizes: Any, dtype: str) -> Any:
 
 
 def careful_norms(rows: Any, sums: Any, limit: Any, cond: Any) -> Any:
-    """Norms of the rows of a matrix, whose squares may have over- or underflowed.
+    """Norms of what is in a stack, whose squares may have over- or underflowed.
 
     `sums` are of their squares; those of at least `limit` are right. A row of zeros
     alone, of a layer that is dead, is looked at once more and no further.
     """
     smallest = tiny(keras.backend.standardize_dtype(sums.dtype))
+    axes = in_a_row(rows)
 
     def as_it_is(rows: Any, sums: Any) -> Any:
         return ops.sqrt(sums)
 
     def look(rows: Any, sums: Any) -> Any:
-        largest = ops.maximum(ops.max(rows, axis=1), -ops.min(rows, axis=1))
+        largest = ops.maximum(ops.max(rows, axis=axes), -ops.min(rows, axis=axes))
         only_zeros = ops.all(ops.equal(largest, 0) & ops.equal(sums, 0))
         return cond(only_zeros, zeros, divided, rows, largest)
 
@@ -145,11 +154,16 @@ def careful_norms(rows: Any, sums: Any, limit: Any, cond: Any) -> Any:
     def divided(rows: Any, largest: Any) -> Any:
         usable = ops.isfinite(largest) & (largest >= smallest)
         scale = ops.where(usable, largest, ops.ones_like(largest))
-        squares = ops.square(rows / ops.expand_dims(scale, 1))
-        return scale * ops.sqrt(ops.sum(squares, axis=1))
+        squares = ops.square(rows / ops.reshape(scale, (-1, *[1] * len(axes))))
+        return scale * ops.sqrt(ops.sum(squares, axis=axes))
 
     in_range = ops.all(ops.isfinite(sums) & (sums >= limit))
     return cond(in_range, as_it_is, look, rows, sums)
+
+
+def in_a_row(stack: Any) -> tuple[int, ...]:
+    """The axes of a stack but for the first."""
+    return tuple(range(1, len(stack.shape)))
 
 
 def other_norms(rows: Rows, dtype: str, norm: str) -> Any:
@@ -161,7 +175,7 @@ def other_norms(rows: Rows, dtype: str, norm: str) -> Any:
         # Of a NaN and a number, XLA may take the number for the larger one.
         known = ops.abs(ops.cast(group, dtype))
         known = ops.where(ops.isnan(known), np.inf, known)
-        return ops.max(known, axis=1 if is_stack else None)
+        return ops.max(known, axis=in_a_row(known) if is_stack else None)
 
     # A block of nothing has -inf for its largest.
     return ops.maximum(rows.by_block(of_rows(rows, largest), largest=True), 0)
@@ -201,7 +215,7 @@ def norms_of(
         found = []
         for i, (part, group) in enumerate(zip(parts, groups)):
             if i >= rows.stacks:
-                group = ops.reshape(group, (1, -1))
+                group = rows.rows_of(ops.expand_dims(group, 0))
             limit = ops.convert_to_tensor(least(rows.row_sizes[i], dtype), dtype)
             group = ops.cast(group, dtype)
             found.append(careful_norms(group, part, limit, cond))
@@ -241,7 +255,7 @@ def summed(entry: Callable[[Any], Any], dtype: str) -> Callable[[Any, bool], Any
 
     def sums(group: Any, is_stack: bool) -> Any:
         of_each = entry(ops.cast(group, dtype))
-        return ops.sum(of_each, axis=1 if is_stack else None)
+        return ops.sum(of_each, axis=in_a_row(of_each) if is_stack else None)
 
     return sums
 
@@ -314,6 +328,18 @@ def is_eager() -> bool:
 def unconverted(function: Any) -> Any:
     """Spares a function around us the translation of our Python by AutoGraph."""
     return function
+
+
+# Several processes.
+
+
+def is_first_process() -> bool:
+    """Whether this is the one of several processes that writes records."""
+    return True
+
+
+def check_shards(variables: Sequence[Any], state: Sequence[Any]) -> None:
+    """Raises where the state of variables that are dealt out would not be."""
 
 
 # What the tools need, to look into a step.

@@ -21,7 +21,7 @@ def block_norms(
     any_size: bool = True,
 ) -> Any:
     """See `common`."""
-    rows = Rows(tensors, members)
+    rows = Rows(tensors, members, flat=False)
     if not rows.groups:
         return jnp.zeros((len(members),), dtype)
     if norm != "l2":
@@ -39,6 +39,11 @@ def cond(condition: Any, if_true: Any, if_false: Any, *inputs: Any) -> Any:
 def is_traced(x: Any) -> bool:
     """Whether a tensor is one of a function that is being jitted."""
     return isinstance(x, jax.core.Tracer)
+
+
+def is_first_process() -> bool:
+    """See `common`."""
+    return jax.process_index() == 0
 
 
 # What the tools need, to look into a step.

@@ -514,6 +514,14 @@ def called_in_python(function: Any, vectors: list[Any]) -> Any:
     return tf.ensure_shape(tf.py_function(function, vectors, first.dtype), first.shape)
 
 
+def is_first_process() -> bool:
+    """See `common`. By `TF_CONFIG`: the chief, or the first worker."""
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    jobs = resolver.cluster_spec().jobs
+    first = "chief" if "chief" in jobs else "worker"
+    return not jobs or (resolver.task_type == first and not resolver.task_id)
+
+
 # What the tools need, to look into a step.
 
 

@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,6 +79,9 @@ def block_norms(
     """See `common`."""
     if _is_compiling():
         return _compiled_norms(tensors, members, dtype, norm)
+    sharded = _sharded()
+    if any(isinstance(tensors[i], sharded) for block in members for i in block):
+        return _norms_of_shards(tensors, members, dtype, norm, any_size)
     mine = [tensors[i].to(DTYPES[dtype]) for block in members for i in block]
     if not mine:
         return torch.zeros(len(members), dtype=DTYPES[dtype])
@@ -145,6 +149,65 @@ NORMS: dict[str, Any] = {
     "l1": (_absolute_sums, lambda *norms: math.fsum(norms)),
     "max": (_largest_of_each, _largest),
 }
+
+
+def _sharded() -> Any:
+    """The class of tensors that are dealt out to processes."""
+    return _class_of("torch.distributed.tensor", "DTensor")
+
+
+def _class_of(module: str, name: str) -> Any:
+    """Nothing, unless somebody has imported it and can have made one of it."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _norms_of_shards(
+    tensors: Sequence[Any], members: Any, dtype: str, norm: str, any_size: bool
+) -> Any:
+    """Of the whole blocks. Each process measures its part of all of them, and one
+    collective makes them known (one for each dimension of a mesh that deals out)."""
+    local = list(tensors)
+    groups: dict[Any, list[list[int]]] = {(): [[] for _ in members]}
+    for number, block in enumerate(members):
+        for i in block:
+            local[i], processes = _part_of(tensors[i])
+            empty: list[list[int]] = [[] for _ in members]
+            groups.setdefault(processes, empty)[number].append(i)
+    combine = NORMS[norm][1]
+    found = []
+    for processes, of_them in groups.items():
+        if any(of_them):
+            norms = block_norms(local, of_them, dtype, norm, any_size)
+            for group in processes:
+                parts = [torch.empty_like(norms) for _ in range(group.size())]
+                torch.distributed.all_gather(parts, norms, group=group)
+                norms = _column_by_column(combine, parts)
+            found.append(norms)
+    return _column_by_column(combine, found)
+
+
+def _part_of(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What this process has of a tensor, and the groups of those that have the rest."""
+    if not isinstance(tensor, _sharded()):
+        return tensor, ()
+    if any(kind.is_partial() for kind in tensor.placements):
+        from torch.distributed.tensor import Replicate
+
+        kinds = [Replicate() if k.is_partial() else k for k in tensor.placements]
+        tensor = tensor.redistribute(placements=kinds)
+    groups = [
+        tensor.device_mesh.get_group(dimension)
+        for dimension, kind in enumerate(tensor.placements)
+        if not kind.is_replicate()
+    ]
+    return tensor.to_local(), tuple(groups)
+
+
+def _column_by_column(combine: Any, rows: list[Any]) -> Any:
+    if len(rows) == 1:
+        return rows[0]
+    columns = zip(*torch.stack(rows).tolist())
+    return torch.tensor([combine(*column) for column in columns]).to(rows[0])
 
 
 def _compiled_norms(tensors: Any, members: Any, dtype: str, norm: str) -> Any:
@@ -426,6 +489,52 @@ def reset(accumulators: Sequence[Any]) -> bool:
     return True
 
 
+# Several processes.
+
+STATE_IN_WHOLE = (
+    "Keras keeps the state of an optimizer whole on each process, which does not fit "
+    "parameters that are dealt out to them (`DTensor`s, of `fully_shard` for example): "
+    "its own optimizers cannot train them either, unless they have no state. Use "
+    "SGDNG(momentum=0.0) without accumulation and averages, or `keras_bng.normalize` "
+    "before the step of an optimizer of torch, or DistributedDataParallel. "
+    "docs/devices.md has the loops. Received: {}, whose state is {}"
+)
+KERAS_LAYER_SHARDED = (
+    "`fully_shard` has no effect on layers of Keras: {} still has all of {!r}, and "
+    "every process would train its own. Call `fully_shard` on a module of torch, and "
+    "put that into a keras.layers.TorchModuleWrapper; or use DistributedDataParallel. "
+    "docs/devices.md has the loops."
+)
+
+
+def is_first_process() -> bool:
+    """See `common`."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return distributed.get_rank() == 0
+
+
+def check_shards(variables: Sequence[Any], state: Sequence[Any]) -> None:
+    """See `common`."""
+    is_sharded = {id(v): isinstance(v.value, _sharded()) for v in variables}
+    as_large = [v.path for v in state if v.shape]
+    if any(is_sharded.values()) and as_large:
+        name = next(v.path for v in variables if is_sharded[id(v)])
+        raise ValueError(STATE_IN_WHOLE.format(name, ", ".join(as_large)))
+    by_torch = _class_of("torch.distributed.fsdp", "FSDPModule")
+    if not by_torch:
+        return
+    for layer in gc.get_objects():
+        if issubclass(type(layer), by_torch) and issubclass(
+            type(layer), keras.layers.Layer
+        ):
+            for variable in layer.weights:
+                if not is_sharded.get(id(variable), True):
+                    text = KERAS_LAYER_SHARDED.format(layer.name, variable.path)
+                    raise ValueError(text)
+
+
 # What the tools need, to look into a step.
 
 
@@ -449,6 +558,7 @@ def paths_of(variables: Sequence[Any], paths: list[str]) -> list[str]:
         module = getattr(layer, "module", None)
         if module is None:  # its `__init__` has failed
             continue
+        _show_shards(module)
         names = {id(p): name for name, p in module.named_parameters()}
         for variable in layer.weights:
             name = names.get(id(variable.value))
@@ -457,6 +567,13 @@ def paths_of(variables: Sequence[Any], paths: list[str]) -> list[str]:
                 above = layer.path or f"{scope}/{layer.name}".lstrip("/")
                 in_modules[id(variable)] = f"{above}/{name.replace('.', '/')}"
     return [in_modules.get(id(v), path) for v, path in zip(variables, paths)]
+
+
+def _show_shards(module: Any) -> None:
+    """After a forward pass, `fully_shard` has whole weights in place of its own."""
+    for part in module.modules():
+        if isinstance(part, _class_of("torch.distributed.fsdp", "FSDPModule")):
+            part.reshard()
 
 
 class Calls(common.Calls):

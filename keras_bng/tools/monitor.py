@@ -43,7 +43,7 @@ class BlockMonitor(keras.callbacks.Callback):
     a vanishing gradient before you switch. It works on every backend, compiled or not,
     on replicas, with accumulated gradients and with loss scaling. A model may hold
     other optimizers beside `model.optimizer`: they are watched too, from their first
-    update on. With several JAX processes, only the first one has records.
+    update on. With several processes, only the first one has records.
 
     Steps that are recorded run in a training function of their own. All others run in
     the one that `fit` has without a monitor, and cost nothing more.
@@ -198,7 +198,8 @@ class BlockMonitor(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         self._stand_in.take_away()
         self._records.close()
-        if self._begun == len(self._records.rows) and self._missed >= self.every:
+        recorded = len(self._records.rows) - self._begun
+        if not recorded and self._missed >= self.every and backend.is_first_process():
             warnings.warn(NOTHING_IN_FIT, stacklevel=2)
 
     def _count(self) -> None:
@@ -263,6 +264,8 @@ class BlockMonitor(keras.callbacks.Callback):
         for part in group.parts:
             steps, sent = before.get(part, (0, 0))
             made = (_steps(part.optimizer) - steps) // part.accumulation
+            if not backend.is_first_process():  # which have none
+                continue
             if part.sent == sent and made >= self.every:
                 name = part.optimizer.name
                 warnings.warn(NOTHING_IN_WATCH.format(name), stacklevel=3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_bng import backend
 from keras_bng.tools import files, picture
 from keras_bng.tools.files import COLUMNS
 from keras_bng.tools.watched import Watched
@@ -83,6 +84,8 @@ class Records:
     def add(self, step: int, found: Sequence[tuple[Watched, int, np.ndarray]]) -> None:
         """Parts, with the number of their update and its rows: one record, or more of
         one that is there."""
+        if not backend.is_first_process():
+            return
         if not self.last or any(self._begins_again(*part[:2]) for part in found):
             run = self._next_run(step)
             self.last, self.start = {}, len(self.rows)
