@@ -1,8 +1,8 @@
 """What setup.cfg cannot say: the README as a package index can show it.
 
-There a relative link leads nowhere. Where the repository's address is known, as it is on
-GitHub Actions, figures and links get it. Elsewhere a figure becomes its caption, and of a
-link its text and the file's name stay.
+There a relative link leads nowhere. Where the repository's address is known, as it is
+on GitHub Actions, figures and links get it. Elsewhere a figure becomes its caption, and
+of a link its text and the file's name stay.
 """
 
 from __future__ import annotations

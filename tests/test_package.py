@@ -1,4 +1,4 @@
-"""The package: what an index shows of the README, and what the settings of CI agree on."""
+"""The package: what an index shows of the README, and on what the settings agree."""
 
 import configparser
 import importlib.util
@@ -13,10 +13,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ADDRESS = "https://github.com/owner/name"
 CODE = re.compile(r"^```.*?^```", re.M | re.S)
-TARGETS = re.compile(r"\]\(([^)\s]+)\)|<(?:img|a|source)[^>]*?(?:src|href|srcset)=\"([^\"]+)")
+HTML = r"<(?:img|a|source)[^>]*?(?:src|href|srcset)=\"([^\"]+)"
+TARGETS = re.compile(rf"\]\(([^)\s]+)\)|{HTML}")
 
 
-def setup_module_of_the_package():
+def its_setup():
     spec = importlib.util.spec_from_file_location("its_setup", ROOT / "setup.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -24,7 +25,7 @@ def setup_module_of_the_package():
 
 
 def shown(address):
-    return setup_module_of_the_package().description(README, address, "abc")
+    return its_setup().description(README, address, "abc")
 
 
 def targets(text):

@@ -152,10 +152,10 @@ def careful_norms(rows: Any, sums: Any, limit: Any, cond: Any) -> Any:
     return cond(in_range, as_it_is, look, rows, sums)
 
 
-def other_norms(rows: Rows, dtype: str, norm: str) -> Any:
+def other_norms(rows: Rows, dtype: str, norm: str, sums_of: Any = None) -> Any:
     """ "l1" or "max", which need no second look: what is in range overflows nowhere."""
     if norm == "l1":
-        return rows.by_block(of_rows(rows, summed(ops.abs, dtype)))
+        return rows.by_block(of_rows(rows, (sums_of or summed)(ops.abs, dtype)))
 
     def largest(group: Any, is_stack: bool) -> Any:
         # Of a NaN and a number, XLA may take the number for the larger one.
