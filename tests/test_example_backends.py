@@ -20,6 +20,8 @@ if keras.backend.backend() == "tensorflow":
 import numpy as np
 import shelf
 
+# On TensorFlow, at the smaller of the two rates.
+REGRETS = {"layer": 0.5288839910887122, "model": 0.6641708007428715}
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -50,9 +52,8 @@ def test_the_theorem_holds_on_every_backend_and_in_float64(tmp_path):
         history = result["history"]
         assert history["T"][-1] == 266
         assert 0 < history["largest_share_of_bound_at_any_T"][0] < 1
-        # What TensorFlow finds at T = 1, where every digit counts: the gradient's norm.
-        first = [history["M_1"][0], history["regret"][0]]
-        assert all(value != np.float32(value) for value in first)
+    found = {r["settings"]["blocks"]: r["history"]["regret"][-1] for r in results}
+    assert found == pytest.approx(REGRETS, rel=1e-9)
 
 
 def test_the_language_model_carries_its_state_on_every_backend(tmp_path):
