@@ -21,7 +21,7 @@ import numpy as np
 import shelf
 
 # On TensorFlow, at the smaller of the two rates.
-REGRETS = {"layer": 0.5288839910887122, "model": 0.6641708007428715}
+REGRETS = {"layer": 0.9733076861375025, "model": 1.2189178430317331}
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -47,10 +47,10 @@ def test_the_mlps_train_on_every_backend(tmp_path):
 
 
 def test_the_theorem_holds_on_every_backend_and_in_float64(tmp_path):
-    results = results_of("convex_bound", "--smoke", out=tmp_path)
+    results = results_of("convex_bound", "--smoke", "--epochs", "1", out=tmp_path)
     for result in results:
         history = result["history"]
-        assert history["T"][-1] == 266
+        assert history["T"][-1] == 133
         assert 0 < history["largest_share_of_bound_at_any_T"][0] < 1
     found = {r["settings"]["blocks"]: r["history"]["regret"][-1] for r in results}
     assert found == pytest.approx(REGRETS, rel=1e-9)
