@@ -23,8 +23,8 @@ import harness
 import keras
 import numpy as np
 import report
-import tensorflow as tf
 from harness import Result, Run
+from keras import ops
 from report import Claim
 
 EXPERIMENT = "convex_bound"
@@ -39,25 +39,41 @@ EPOCHS = {"full": 5, "sample": 76}  # T = 10,000, a little more with the sample
 NAMES = {"layer": "B = 2", "model": "B = 1"}
 
 
-def features(pixels: np.ndarray) -> list[tf.Tensor]:
+def features(pixels: np.ndarray) -> list[Any]:
     """The ink in each quadrant, and the pixels."""
     quadrants = pixels.reshape(-1, 2, 14, 2, 14).sum(axis=(2, 4)).reshape(-1, 4)
-    return [tf.constant(part, "float64") for part in (quadrants, pixels)]
+    return [tensor(part) for part in (quadrants, pixels)]
 
 
-def objective(
-    blocks: list[tf.Tensor], labels: tf.Tensor, weights: list[Any]
-) -> tf.Tensor:
+def tensor(array: np.ndarray) -> Any:
+    return ops.convert_to_tensor(array, "float64")
+
+
+def objective(blocks: list[Any], labels: Any, weights: list[Any]) -> Any:
     """F(x, ξ) of the theorem, convex in the weights: cross entropy + ridge."""
-    logits = tf.add_n([tf.linalg.matvec(x, w) for x, w in zip(blocks, weights)])
-    losses = tf.nn.sigmoid_cross_entropy_with_logits(labels, logits)
-    penalty = tf.add_n([tf.reduce_sum(w**2) for w in weights])
-    return tf.reduce_mean(losses) + RIDGE / 2 * penalty
+    z = logits(blocks, weights)
+    losses = ops.relu(z) - z * labels + ops.log1p(ops.exp(-ops.abs(z)))
+    penalty = sum(ops.sum(ops.square(w)) for w in weights)
+    # Not by `mean`, which on JAX and torch is in float32 whatever it gets.
+    return ops.sum(losses) / len(labels) + RIDGE / 2 * penalty
 
 
-def minimum(blocks: list[tf.Tensor], labels: tf.Tensor) -> list[np.ndarray]:
+def logits(blocks: list[Any], weights: list[Any]) -> Any:
+    # Not by `matmul`, which on torch is in float32 whatever it gets.
+    return sum(ops.einsum("ij,j->i", x, w) for x, w in zip(blocks, weights))
+
+
+def gradients(blocks: list[Any], labels: Any, weights: list[Any]) -> list[Any]:
+    """Of the objective, on every backend."""
+    error = (ops.sigmoid(logits(blocks, weights)) - labels) / len(labels)
+    sums = [ops.einsum("i,ij->j", error, x) for x in blocks]
+    return [g + RIDGE * w for g, w in zip(sums, weights)]
+
+
+def minimum(blocks: list[Any], labels: Any) -> list[np.ndarray]:
     """x*: where the objective on all examples is least, by Newton's method."""
-    x, y = np.concatenate(blocks, axis=1), np.asarray(labels)
+    x = np.concatenate([ops.convert_to_numpy(part) for part in blocks], axis=1)
+    y = ops.convert_to_numpy(labels)
     w = np.zeros(x.shape[1])
     for _ in range(50):
         p = 1 / (1 + np.exp(-(x @ w)))
@@ -80,7 +96,7 @@ def build_weights() -> list[keras.Variable]:
 
 
 def train(
-    run: Run, blocks: list[tf.Tensor], labels: tf.Tensor, best: list[np.ndarray]
+    run: Run, blocks: list[Any], labels: Any, minimum: list[np.ndarray]
 ) -> dict[str, list[float]]:
     """Steps through the data; the theorem's numbers at T, for about 300 of all T."""
     weights = build_weights()
@@ -89,32 +105,33 @@ def train(
     )
     optimizer.build(weights)
     squares = [v for v in optimizer.variables if "accumulator" in v.path]
-    mean = [tf.Variable(tf.zeros_like(w)) for w in best]
+    best = [tensor(w) for w in minimum]
+    mean = [keras.Variable(np.zeros_like(w), dtype="float64") for w in minimum]
 
-    @tf.function
-    def step(x: Any, y: tf.Tensor, t: tf.Tensor) -> tf.Tensor:
-        current = [tf.convert_to_tensor(w.value) for w in weights]
+    def step(x: Any, y: Any, t: Any) -> Any:
+        current = [ops.copy(w.value) for w in weights]
         for average, w in zip(mean, current):
-            average.assign_add((w - average) / t)
-        with tf.GradientTape() as tape:
-            tape.watch(current)
-            value = objective(x, y, current)
-        gradients = tape.gradient(value, current)
-        optimizer.apply(gradients, weights)
-        s = [tf.sqrt(v.value) for v in squares]
+            average.assign(average.value + (w - average.value) / t)
+        value, gradient = objective(x, y, current), gradients(x, y, current)
+        optimizer.apply(gradient, weights)
+        s = [ops.sqrt(v.value) for v in squares]
         away = [(w - b) for w, b in zip(current, best)]
-        return tf.stack(
+        return ops.stack(
             [
                 value - objective(x, y, best),
-                tf.reduce_max([tf.reduce_max(tf.abs(a)) for a in away]),
-                tf.add_n([tf.reduce_sum(a**2 * (DELTA + r)) for a, r in zip(away, s)]),
-                *[tf.norm(g) for g in gradients],
-                *[tf.reduce_sum(r) for r in s],
+                ops.max(ops.stack([ops.max(ops.abs(a)) for a in away])),
+                sum(ops.sum(ops.square(a) * (DELTA + r)) for a, r in zip(away, s)),
+                *[ops.sqrt(ops.sum(ops.square(g))) for g in gradient],
+                *[ops.sum(r) for r in s],
             ]
         )
 
+    import tensorflow as tf  # the order of the examples
+
+    one_step = compiled(step)
+    arrays = [ops.convert_to_numpy(part) for part in (*blocks, labels)]
     batches = (
-        tf.data.Dataset.from_tensor_slices(((*blocks,), labels))
+        tf.data.Dataset.from_tensor_slices(((*arrays[:-1],), arrays[-1]))
         .shuffle(len(labels), seed=run.seed)
         .batch(BATCH, drop_remainder=True)
         .repeat(run.settings["epochs"])
@@ -124,10 +141,12 @@ def train(
     progress = keras.utils.Progbar(steps, verbose=harness.verbosity())
     rows, gaps = [], []
     least = objective(blocks, labels, best)
-    for t, (inputs, targets) in enumerate(batches, 1):
-        rows.append(step(inputs, targets, tf.constant(t, tf.float64)))
+    for t, (inputs, targets) in enumerate(batches.as_numpy_iterator(), 1):
+        batch = [tensor(part) for part in inputs], tensor(targets)
+        rows.append(ops.convert_to_numpy(one_step(*batch, tensor(t))))
         if t in shown:
-            gaps.append(float(objective(blocks, labels, mean) - least))
+            averages = [average.value for average in mean]
+            gaps.append(float(objective(blocks, labels, averages) - least))
         if t % 100 == 0 or t == steps:
             progress.update(t)
     numbers = theorem(np.array(rows), run.settings["rate"], run.settings["blocks"])
@@ -139,6 +158,23 @@ def train(
         "gap": gaps,
         "largest_share_of_bound_at_any_T": [float(share.max())],
     }
+
+
+def compiled(step: Any) -> Any:
+    """A graph, where that is all it takes; elsewhere it runs op by op."""
+    if keras.backend.backend() != "tensorflow":
+        return step
+    import tensorflow as tf
+
+    return tf.function(step)
+
+
+def use_float64() -> None:
+    """JAX has it only where it is told so, before the first number."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
 
 
 def theorem(rows: np.ndarray, rate: float, blocks: str) -> dict[str, np.ndarray]:
@@ -262,6 +298,7 @@ def draw(results: list[Result], path: Any, title: str) -> None:
 
 def main(arguments: Any = None) -> list[Result]:
     options = harness.parse(harness.parser(__doc__, [ALGORITHM]), arguments)
+    use_float64()
     digits = data.mnist(options.data, options.data_dir)
     runs = [
         Run(
@@ -280,7 +317,7 @@ def main(arguments: Any = None) -> list[Result]:
         for rate in (RATES[:2] if options.smoke else RATES)
     ]
     blocks = features(digits.train[0])
-    labels = tf.constant(digits.train[1] % 2, "float64")
+    labels = tensor(digits.train[1] % 2)
     if not all(harness.results(runs, options.out)):
         print("Looking for the minimum x*.", flush=True)
         best = minimum(blocks, labels)

@@ -64,11 +64,14 @@ def compile_model(
     optimizer: keras.optimizers.Optimizer,
     steps_per_execution: int = 10,  # with XLA, a third off the time of such small steps
 ) -> None:
+    on_torch = keras.backend.backend() == "torch"
+    if on_torch:  # Keras has no other there
+        steps_per_execution = 1
     model.compile(
         optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
-        jit_compile=True,
+        jit_compile=not on_torch,  # there it is `torch.compile`, which needs a compiler
         steps_per_execution=steps_per_execution,
     )
 

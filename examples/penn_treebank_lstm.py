@@ -82,11 +82,14 @@ def build_model(words: int, batch: int | None = BATCH) -> keras.Model:
     """Word numbers to logits of each next word; with a batch size it keeps state."""
     inputs = keras.Input(batch_shape=(batch, None), dtype="int32")
     x = keras.layers.Embedding(words, UNITS)(inputs)
+    options: dict[str, Any] = {"return_sequences": True, "stateful": batch is not None}
+    if keras.backend.backend() == "torch" and batch is not None:
+        # torch's own LSTM needs the state that it began with once more, after Keras has
+        # written the next one over it. Keras's loop works on a copy.
+        options["use_cudnn"] = False
     for _ in range(2):
         x = keras.layers.Dropout(0.5)(x)
-        x = keras.layers.LSTM(UNITS, return_sequences=True, stateful=batch is not None)(
-            x
-        )
+        x = keras.layers.LSTM(UNITS, **options)(x)
     x = keras.layers.Dropout(0.5)(x)
     return keras.Model(inputs, keras.layers.Dense(words)(x))
 
@@ -208,7 +211,7 @@ def generate(
     said, numbers = [], np.asarray(lookup(list(start)))[None]
     names = lookup.get_vocabulary()
     while len(said) < longest and said[-1:] != [END]:
-        logits = np.asarray(speaker(numbers)[0, -1], "float64")
+        logits = keras.ops.convert_to_numpy(speaker(numbers)[0, -1]).astype("float64")
         chances = np.exp(logits - logits.max())
         number = random.choice(len(names), p=chances / chances.sum())
         said.append(names[number])

@@ -1,7 +1,6 @@
 """Steps called in a Python loop follow Python, as stock optimizers do."""
 
 import gc
-import re
 import time
 
 import keras
@@ -116,9 +115,10 @@ def test_what_is_excluded_from_weight_decay_later(make):
     optimizer = make(0.5, momentum=0.0, weight_decay=0.1)
 
     def change(w):
-        # Newer Keras refuses this after `build`: then there is nothing to follow.
-        optimizer._exclude_from_weight_decay_pattern = re.compile("w")
-        optimizer._exclude_from_weight_decay_cache = {}
+        try:
+            optimizer.exclude_from_weight_decay(var_names=["w"])
+        except ValueError:
+            pytest.skip("newer Keras refuses this after `build`: nothing to follow")
 
     found = moves(optimizer, [change], gradient=(1.0, 0.0))
     np.testing.assert_allclose(found, [0.5 + 3.0 * 0.05, 0.5], rtol=1e-5)

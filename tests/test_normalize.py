@@ -123,7 +123,9 @@ def test_the_dtype_stays(float64, dtype):
 
 @pytest.mark.parametrize("fill", [1e-3, 0.1, 0.3, 1e-25, "random"])
 @pytest.mark.parametrize("measure", ["l2", "l1"])
-@pytest.mark.parametrize("shape", [(2**16,), (5_000_000,), (2000, 2001)])
+@pytest.mark.parametrize(
+    "shape", [(2**16,), (5_000_000,), (2000, 2001), (20, 50, 4001)]
+)
 def test_large_tensors_keep_their_digits(rng, fill, shape, measure):
     # Equal entries are the worst case: every rounding error goes the same way. How
     # many there are in a row is the CPU's to say: no more than 1e-5, the promise.

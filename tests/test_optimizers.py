@@ -417,6 +417,25 @@ def test_block_normalized_takes_over_exclusions_and_state(rng):
     assert not (arrays(variables)[0] == before[0]).any()
 
 
+def test_what_is_excluded_from_weight_decay_after_build_is_as_in_stock_keras():
+    """Keras 3.16 refuses it; before, the next step follows."""
+
+    def outcome(optimizer):
+        variables = some_variables(np.random.default_rng(0))
+        optimizer.build(variables)
+        try:
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+        except ValueError as error:
+            return str(error)
+        optimizer.apply(tensors([np.zeros(v.shape) for v in variables]), variables)
+        return [array.tolist() for array in arrays(variables)]
+
+    options = {"learning_rate": 0.1, "weight_decay": 0.5}
+    stock = outcome(keras.optimizers.SGD(**options))
+    assert outcome(SGDNG(momentum=0.0, **options)) == stock
+    assert outcome(block_normalized(keras.optimizers.SGD(**options))) == stock
+
+
 @pytest.mark.parametrize(
     "optimizer, message",
     [

@@ -190,14 +190,22 @@ def test_under_mixed_float16_too(tmp_path):
     )
 
 
-def test_the_premise_paths_are_others_after_loading(tmp_path):
-    for build in (nested, numbered):
-        model = compiled(build(), "sgd")
-        model.save(tmp_path / "model.keras")
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-        assert [v.path for v in model.trainable_variables] != [
-            v.path for v in loaded.trainable_variables
-        ]
+KEEPS_THE_OUTER_NAME = pytest.mark.skipif(
+    tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16),
+    reason="from Keras 3.16 on, a loaded model's paths begin with its name",
+)
+
+
+@pytest.mark.parametrize(
+    "build", [pytest.param(nested, marks=KEEPS_THE_OUTER_NAME), numbered]
+)
+def test_the_premise_paths_are_others_after_loading(build, tmp_path):
+    model = compiled(build(), "sgd")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert [v.path for v in model.trainable_variables] != [
+        v.path for v in loaded.trainable_variables
+    ]
 
 
 def test_the_config_is_json_and_without_blocks_before_build():

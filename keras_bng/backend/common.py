@@ -131,11 +131,12 @@ def least(sizes: Any, dtype: str) -> Any:
     return sizes * tiny(dtype) / np.finfo(dtype).eps
 
 
-def careful_norms(rows: Any, sums: Any, limit: Any, cond: Any) -> Any:
+def careful_norms(rows: Any, sums: Any, limit: Any, cond: Any, squares: Any) -> Any:
     """Norms of what is in a stack, whose squares may have over- or underflowed.
 
-    `sums` are of their squares; those of at least `limit` are right. A row of zeros
-    alone, of a layer that is dead, is looked at once more and no further.
+    `sums` are of their squares, by `squares` of `norms_of`; those of at least `limit`
+    are right. A row of zeros alone, of a layer that is dead, is looked at once more and
+    no further.
     """
     smallest = tiny(keras.backend.standardize_dtype(sums.dtype))
     axes = in_a_row(rows)
@@ -154,8 +155,8 @@ def careful_norms(rows: Any, sums: Any, limit: Any, cond: Any) -> Any:
     def divided(rows: Any, largest: Any) -> Any:
         usable = ops.isfinite(largest) & (largest >= smallest)
         scale = ops.where(usable, largest, ops.ones_like(largest))
-        squares = ops.square(rows / ops.reshape(scale, (-1, *[1] * len(axes))))
-        return scale * ops.sqrt(ops.sum(squares, axis=axes))
+        scaled = rows / ops.reshape(scale, (-1, *[1] * len(axes)))
+        return scale * ops.sqrt(squares(scaled, True))
 
     in_range = ops.all(ops.isfinite(sums) & (sums >= limit))
     return cond(in_range, as_it_is, look, rows, sums)
@@ -166,10 +167,10 @@ def in_a_row(stack: Any) -> tuple[int, ...]:
     return tuple(range(1, len(stack.shape)))
 
 
-def other_norms(rows: Rows, dtype: str, norm: str) -> Any:
+def other_norms(rows: Rows, dtype: str, norm: str, sums_of: Any = None) -> Any:
     """ "l1" or "max", which need no second look: what is in range overflows nowhere."""
     if norm == "l1":
-        return rows.by_block(of_rows(rows, summed(ops.abs, dtype)))
+        return rows.by_block(of_rows(rows, (sums_of or summed)(ops.abs, dtype)))
 
     def largest(group: Any, is_stack: bool) -> Any:
         # Of a NaN and a number, XLA may take the number for the larger one.
@@ -218,7 +219,7 @@ def norms_of(
                 group = rows.rows_of(ops.expand_dims(group, 0))
             limit = ops.convert_to_tensor(least(rows.row_sizes[i], dtype), dtype)
             group = ops.cast(group, dtype)
-            found.append(careful_norms(group, part, limit, cond))
+            found.append(careful_norms(group, part, limit, cond, squares))
         norms = ops.concatenate(found)
         largest = rows.by_block(norms, largest=True)
         usable = ops.isfinite(largest) & (largest >= tiny(dtype))

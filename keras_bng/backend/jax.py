@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from keras_bng.backend import common
-from keras_bng.backend.common import Rows, call_one, norms_of, other_norms, summed
+from keras_bng.backend.common import Rows, call_one, norms_of, other_norms
+
+# Until 0.10.2, XLA adds up several axes of a CPU's array one number after the other: of
+# 4 million equal entries the fourth digit was wrong.
+ONE_AXIS_AT_A_TIME = jax.__version_info__ < (0, 10, 2)
 
 
 def block_norms(
@@ -25,8 +29,23 @@ def block_norms(
     if not rows.groups:
         return jnp.zeros((len(members),), dtype)
     if norm != "l2":
-        return other_norms(rows, dtype, norm)
+        return other_norms(rows, dtype, norm, summed)
     return norms_of(rows, dtype, any_size, summed(jnp.square, dtype), cond)
+
+
+def summed(entry: Callable[[Any], Any], dtype: str) -> Callable[[Any, bool], Any]:
+    """See `common`."""
+    if not ONE_AXIS_AT_A_TIME:
+        return common.summed(entry, dtype)
+
+    def sums(group: Any, is_stack: bool) -> Any:
+        left = entry(jnp.asarray(group, dtype))
+        while left.ndim > is_stack:
+            # The barrier, or XLA makes one sum of all of them again.
+            left = jax.lax.optimization_barrier(jnp.sum(left, axis=-1))
+        return left
+
+    return sums
 
 
 def cond(condition: Any, if_true: Any, if_false: Any, *inputs: Any) -> Any:

@@ -131,17 +131,18 @@ def _squares(dtype: str) -> Callable[[Any, bool], Any]:
     return squares
 
 
-def _careful_norms(rows: Any, sums: Any, limit: Any, cond: Any) -> Any:
+def _careful_norms(rows: Any, sums: Any, limit: Any, cond: Any, squares: Any) -> Any:
     if cond is call_one:
-        return careful_norms(rows, sums, limit, cond)
+        return careful_norms(rows, sums, limit, cond, squares)
     return _traced_careful_norms(sums.dtype)(rows, sums, limit)
 
 
 @functools.cache
 def _traced_careful_norms(dtype: Any) -> Any:
     """Traced once for tensors of any shape: it is long, and hardly ever runs."""
+    squares = _squares(dtype.name)
     return tf.function(
-        lambda rows, sums, limit: careful_norms(rows, sums, limit, graph_if),
+        lambda rows, sums, limit: careful_norms(rows, sums, limit, graph_if, squares),
         input_signature=[
             tf.TensorSpec(shape, dtype) for shape in ([None] * 2, [None], [])
         ],
