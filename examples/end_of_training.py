@@ -10,8 +10,7 @@ learning rate for all four: that of `keras_bng.find_learning_rate`, 1,000 steps 
     python examples/end_of_training.py                # all of MNIST, 10 epochs, 3 seeds
     python examples/end_of_training.py --data sample  # 4,000 digits, 75 epochs
 
-MEASURED
-Finished runs are kept in `--out`, also the rates that were found.
+Not run in full yet. Finished runs are kept in `--out`, also the rates that were found.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ pick is as good if the difference of the means is not above two standard errors.
 grid's best rate, a `BlockMonitor` says how far a step moves each block of weights.
 Grids that `--search` of the other experiments left in `--out` are not trained again.
 
-MEASURED
+Not run in full yet. Finished runs are kept in `--out`.
 """
 
 from __future__ import annotations

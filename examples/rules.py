@@ -11,7 +11,7 @@ tenth of the training's steps for each rate; for the MLPs 1,000.
     python examples/rules.py          # all four, 3 seeds
     python examples/rules.py --smoke  # a minute, to see it work
 
-MEASURED
+Not run in full yet. Finished runs are kept in `--out`.
 """
 
 from __future__ import annotations
