@@ -1,5 +1,6 @@
 """All Python snippets of README, CONTRIBUTING and docs run, page by page, in order."""
 
+import json
 import os
 import pathlib
 import re
@@ -10,7 +11,7 @@ import keras
 import pytest
 
 import keras_bng
-from benchmarks import targets
+from benchmarks import scaling, targets
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -125,3 +126,6 @@ def test_the_tables_of_speed_are_those_of_the_published_results():
     speed = (ROOT / "docs" / "speed.md").read_text()
     assert targets.small_table() in speed
     assert targets.table() in speed
+    published = json.loads((ROOT / "benchmarks/results/scaling.json").read_text())
+    devices = (ROOT / "docs" / "devices.md").read_text()
+    assert scaling.table(published["results"]) in devices
