@@ -212,12 +212,12 @@ def claims(results: list[Result]) -> list[Claim]:
     return [
         Claim(
             "the average regret is below the bound at every T",
-            share < 1,
+            report.certain(share < 1),
             f"at most {share:.2%} of it, {len(results)} runs, every T",
         ),
         Claim(
             "the bound with B = 2 can be the smaller one",
-            best[0] < best[1],
+            report.certain(best[0] < best[1]),
             f"at its best rate {best[0]:.3g} with B = 2, {best[1]:.3g} with B = 1; "
             f"M_1 = {m[0]:.3g}, M_2 = {m[1]:.3g}, d_1 = 4, d_2 = 784. "
             "The regret itself is another matter: at best "

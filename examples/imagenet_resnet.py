@@ -204,12 +204,16 @@ def claims(results: list[Result]) -> list[Claim]:
     """What section 4.3 says of its table."""
 
     def compare(better: str, worse: str) -> Claim:
-        (a, b), (c, d) = (
-            [float(last(results, name, metric).mean()) for name in (better, worse)]
+        top_1, top_5 = (
+            [last(results, name, metric) for name in (better, worse)]
             for metric in ("val_error", "val_top_5_error")
         )
-        evidence = f"top-1 error, %: {a:.2f} and {b:.2f}; top-5: {c:.2f} and {d:.2f}"
-        return Claim(f"{better} is better than {worse}", a < b and c < d, evidence)
+        evidence = "; ".join(
+            f"{name}: {report.plus_minus(a, 2)} and {report.plus_minus(b, 2)}"
+            for name, (a, b) in (("top-1 error, %", top_1), ("top-5", top_5))
+        )
+        verdict = report.all_of(report.is_lower(*pair) for pair in (top_1, top_5))
+        return Claim(f"{better} is better than {worse}", verdict, evidence)
 
     return [
         compare("SGDMNG", "SGDM"),

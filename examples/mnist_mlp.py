@@ -163,31 +163,32 @@ def results_table(results: list[Result]) -> str:
 
 def fluctuation(
     results: list[Result], algorithm: str, depth: int, metric: str
-) -> float:
+) -> np.ndarray:
     """How far an epoch's loss is from the mean of its two neighbours', relative to it.
 
-    Mean over the second half of the epochs; a straight descent does not fluctuate.
+    Mean over the second half of the epochs, of each seed; a straight descent does not
+    fluctuate.
     """
     losses = report.histories(report.matching(results, algorithm, depth=depth), metric)
     losses = losses[:, losses.shape[1] // 2 :]
     neighbours = (losses[:, :-2] + losses[:, 2:]) / 2
-    return float(np.mean(np.abs(losses[:, 1:-1] - neighbours) / losses[:, 1:-1]))
+    return np.mean(np.abs(losses[:, 1:-1] - neighbours) / losses[:, 1:-1], axis=1)
 
 
 def claims(results: list[Result]) -> list[Claim]:
     """What section 4.1 of the paper says of its figure, each sentence checked."""
 
-    def loss(algorithm: str, depth: int, metric: str) -> float:
-        return float(last(results, algorithm, metric, depth=depth).mean())
+    def losses(depth: int, metric: str) -> dict[str, np.ndarray]:
+        return {a: last(results, a, metric, depth=depth) for a in PAPER}
 
-    def compare(better: str, worse: str, depth: int) -> tuple[bool, str]:
-        pairs = [
-            (loss(better, depth, metric), loss(worse, depth, metric))
-            for metric in ("loss", "val_loss")
-        ]
-        (a, b), (c, d) = pairs
-        evidence = f"train {a:.3f} against {b:.3f}, test {c:.3f} against {d:.3f}"
-        return a <= b and c <= d, evidence
+    def compare(better: str, worse: str, depth: int) -> tuple[str, str]:
+        train, test = (losses(depth, metric) for metric in ("loss", "val_loss"))
+        evidence = ", ".join(
+            f"{name} {plus_minus(of[better])} against {plus_minus(of[worse])}"
+            for name, of in (("train", train), ("test", test))
+        )
+        both = (report.is_lower(of[better], of[worse]) for of in (train, test))
+        return report.all_of(both), evidence
 
     found = [
         Claim("6 layers: SGDMNG no worse than SGDM", *compare("SGDMNG", "SGDM", 6))
@@ -196,13 +197,14 @@ def claims(results: list[Result]) -> list[Claim]:
         for base, ng in PAIRS.items():
             text = f"{depth} layers: {ng} better than {base}"
             found.append(Claim(text, *compare(ng, base, depth)))
-    adam, adam_ng = loss("Adam", 18, "loss"), loss("AdamNG", 18, "loss")
+    adam, adam_ng = (losses(18, "loss")[name] for name in ("Adam", "AdamNG"))
     stuck = np.log(10) - 0.05
     found.append(
         Claim(
             "18 layers: Adam is stuck from the beginning, AdamNG is not",
-            bool(adam > stuck > adam_ng),
-            f"train {adam:.3f} and {adam_ng:.3f}; guessing has {np.log(10):.3f}",
+            report.certain(bool(adam.min() > stuck > adam_ng.max())),
+            f"train {plus_minus(adam)} and {plus_minus(adam_ng)}, each seed on its "
+            f"side; guessing has {np.log(10):.3f}",
         )
     )
     for depth in (12, 18):
@@ -213,23 +215,19 @@ def claims(results: list[Result]) -> list[Claim]:
         found.append(
             Claim(
                 f"{depth} layers: SGDMNG fluctuates more than AdamNG",
-                all(a > b for a, b in zip(jumps["SGDMNG"], jumps["AdamNG"])),
-                "distance from the neighbours' mean, second half: "
+                report.all_of(map(report.is_lower, jumps["AdamNG"], jumps["SGDMNG"])),
+                "distance from the neighbours' mean, second half, %: "
                 + ", ".join(
-                    f"{name} {train:.1%} train, {test:.1%} test"
+                    f"{name} {plus_minus(100 * train, 1)} train, "
+                    f"{plus_minus(100 * test, 1)} test"
                     for name, (train, test) in jumps.items()
                 ),
             )
         )
     for metric, name in (("loss", "train"), ("val_loss", "test")):
         for depth in DEPTHS:
-            losses = {a: loss(a, depth, metric) for a in PAPER}
-            best = min(losses, key=losses.__getitem__)
-            evidence = f"AdamNG {losses['AdamNG']:.3f}"
-            if best != "AdamNG":
-                evidence += f", {best} {losses[best]:.3f}"
             text = f"{depth} layers: AdamNG is the best, {name} loss"
-            found.append(Claim(text, best == "AdamNG", evidence))
+            found.append(Claim(text, *report.best("AdamNG", losses(depth, metric))))
     return found
 
 

@@ -6,6 +6,7 @@ python examples/report.py  # examples/results/*.md -> examples/RESULTS.md
 from __future__ import annotations
 
 import pathlib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -24,12 +25,64 @@ _COLOURS = {
 _LINES = {"": "--", "CLIP": ":", "NG": "-", "NG_adap": "-.", "NG_rms": ":", "BNG": "-"}
 
 
+HELD, NOT_HELD, UNDECIDED = "held", "**did not hold**", "not decided"
+RULE = (
+    "A claim held, or did not, only if the seeds can tell: the means differ by more "
+    "than Student's t (two-sided, 5 %) times the standard error, from the pooled "
+    "spread of the seeds. Else it is not decided; one seed decides nothing. Where a "
+    "claim compares several things, each comparison must hold."
+)
+# Student's t for this, by degrees of freedom: seeds of both less two. Then the last.
+T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+
+
 class Claim(NamedTuple):
-    """Something that the paper says, whether it held here, and the numbers."""
+    """Something that the paper says, how it went here, and the numbers."""
 
     text: str
-    held: bool
+    verdict: str
     evidence: str
+
+
+def is_lower(a: Any, b: Any) -> str:
+    """Whether `a` is lower than `b`, both with a value a seed: see `RULE`."""
+    a, b = (np.asarray(values, float) for values in (a, b))
+    freedom = len(a) + len(b) - 2
+    if min(len(a), len(b)) < 2 or not np.isfinite([*a, *b]).all():
+        return UNDECIDED
+    squares = ((a - a.mean()) ** 2).sum() + ((b - b.mean()) ** 2).sum()
+    error = np.sqrt(squares / freedom * (1 / len(a) + 1 / len(b)))
+    difference = b.mean() - a.mean()
+    if abs(difference) <= T[min(freedom, len(T)) - 1] * error:
+        return UNDECIDED
+    return HELD if difference > 0 else NOT_HELD
+
+
+def all_of(verdicts: Iterable[str]) -> str:
+    """Of a claim that says several things: it held if each of them did."""
+    found = set(verdicts)
+    return next((v for v in (NOT_HELD, UNDECIDED) if v in found), HELD)
+
+
+def is_lowest(name: str, values: dict[str, Any]) -> str:
+    """Whether this one is lower than each of the others."""
+    return all_of(is_lower(values[name], x) for n, x in values.items() if n != name)
+
+
+def best(name: str, values: dict[str, Any], digits: int = 3) -> tuple[str, str]:
+    """Verdict and evidence of "this is the best", the lowest: beside its nearest."""
+    known = {n: x for n, x in values.items() if np.isfinite(x).all()}
+    others = [n for n in known if n != name]
+    nearest = min(others, key=lambda n: np.mean(known[n]), default=None)
+    evidence = f"{name} {plus_minus(values[name], digits)}"
+    if nearest is not None:
+        evidence += f", {nearest} {plus_minus(known[nearest], digits)}"
+    return is_lowest(name, known | {name: values[name]}), evidence
+
+
+def certain(holds: bool) -> str:
+    """Where no seed has a say."""
+    return HELD if holds else NOT_HELD
 
 
 def family(algorithm: str) -> tuple[str, str]:
@@ -98,10 +151,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def claims_table(claims: Iterable[Claim]) -> str:
     return table(
         ["the paper says", "here", "measured"],
-        [
-            [c.text, "held" if c.held else "**did not hold**", c.evidence]
-            for c in claims
-        ],
+        [[claim.text, claim.verdict, claim.evidence] for claim in claims],
     )
 
 
@@ -232,10 +282,42 @@ def assemble(results: pathlib.Path = HERE / "results") -> pathlib.Path:
         raise SystemExit(
             f"No *.md in {results}. Run an experiment first, with --out {results}."
         )
+    texts = [section.read_text() for section in sections]
     head = "# Results\n\nPut together by `python examples/report.py` from `results/`.\n"
     path = results.parent / "RESULTS.md"
-    write_text(path, "\n".join([head, *(p.read_text() for p in sections)]))
+    write_text(path, "\n".join([head, summary(texts), *texts]))
     return path
+
+
+def summary(sections: Iterable[str]) -> str:
+    """Every claim of the paper that a section has, with a link to that section."""
+    rows = []
+    for text in sections:
+        heading = text.partition("\n")[0].removeprefix("## ")
+        link = f"[{_short(heading)}](#{_anchor(heading)})"
+        found = [line for part in _CLAIMS.findall(text) for line in part.splitlines()]
+        rows += [f"| {link} {line}" for line in found]
+        if "NOT RUN" in heading:
+            rows.append(f"| {link} | every claim | not run | |")
+    if not rows:
+        return ""
+    header = "| | the paper says | here | measured |\n| --- | --- | --- | --- |\n"
+    return f"## What held\n\n{RULE}\n\n{header}" + "\n".join(rows) + "\n"
+
+
+# The rows of a table of `claims_table`.
+_CLAIMS = re.compile(
+    r"^\| the paper says \| here \| measured \|\n\|[ |-]+\n((?:\|.*\n?)+)", re.M
+)
+
+
+def _short(heading: str) -> str:
+    return re.split("[,:]", heading)[0]
+
+
+def _anchor(heading: str) -> str:
+    """By which GitHub links to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 if __name__ == "__main__":

@@ -280,25 +280,23 @@ def claims(results: list[Result]) -> list[Claim]:
     """What section 4.5 says of its table, for both ways to choose the epoch."""
     found = []
     for way, accuracy in (("best of all epochs", best), ("chosen", developed)):
-        percent = {
-            name: float(accuracy(report.matching(results, name)).mean())
-            for name in ALGORITHMS
+        errors = {
+            name: 100 - accuracy(report.matching(results, name)) for name in ALGORITHMS
         }
 
-        def compare(better: str, worse: str, percent=percent, way=way) -> Claim:
+        def compare(better: str, worse: str, errors=errors, way=way) -> Claim:
+            a, b = (plus_minus(errors[name], 2) for name in (better, worse))
             return Claim(
                 f"{better} is better than {worse}, {way}",
-                percent[better] > percent[worse],
-                f"{percent[better]:.2f} % against {percent[worse]:.2f} %",
+                report.is_lower(errors[better], errors[worse]),
+                f"error, %: {a} against {b}",
             )
 
         found += [compare(ng, base) for base, ng in PAIRS.items()]
         found += [compare("Adam", "SGDM"), compare("AdamNG", "SGDMNG")]
-        top = max(percent, key=percent.__getitem__)
-        evidence = f"AdamNG {percent['AdamNG']:.2f} %"
-        if top != "AdamNG":
-            evidence += f", {top} {percent[top]:.2f} %"
-        found.append(Claim(f"AdamNG is the best, {way}", top == "AdamNG", evidence))
+        verdict, evidence = report.best("AdamNG", errors, 2)
+        text = f"AdamNG is the best, {way}"
+        found.append(Claim(text, verdict, f"error, %: {evidence}"))
     return found
 
 

@@ -12,6 +12,7 @@ if keras.backend.backend() != "tensorflow":
 import data
 import harness
 import imagenet_resnet
+import report
 import tensorflow as tf
 from harness import Run
 
@@ -163,9 +164,10 @@ def test_claims(error, broken):
             },
         }
         for name, (top1, top5) in paper.items()
+        for _ in range(2)
     ]
     claims = imagenet_resnet.claims(results)
-    assert [claim.text for claim in claims if not claim.held] == broken
+    assert [claim.text for claim in claims if claim.verdict != report.HELD] == broken
 
 
 def test_the_published_section_has_the_papers_table_and_says_that_it_was_not_run():
