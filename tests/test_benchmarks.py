@@ -162,12 +162,12 @@ def test_the_table_of_targets_has_all_that_was_measured(tmp_path):
     assert large.count("0.0 ≤ 16.8") == 4  # peak memory
 
 
-def test_the_table_of_the_readme_has_fit_of_four_models(tmp_path):
+def test_the_table_of_the_readme_has_two_updates_and_fit_of_four_models(tmp_path):
     save_results(tmp_path)
-    header, _, *lines = targets.fit_table(tmp_path).splitlines()
-    assert header.count("|") == 6
+    header, _, *lines = targets.readme_table(tmp_path).splitlines()
+    assert header.count("|") == 8
     assert [line.split("|")[1].strip() for line in lines] == ["AdamNG", "SGDNG"]
-    assert all(line.count("1.30") == 4 for line in lines)
+    assert all(line.count("1.30") == 6 for line in lines)
 
 
 def test_the_small_table_has_the_medians_of_every_backend(tmp_path):

@@ -122,7 +122,7 @@ def test_the_readme_names_the_versions_of_setup_cfg():
 
 
 def test_the_tables_of_speed_are_those_of_the_published_results():
-    assert targets.fit_table() in README.read_text()
+    assert targets.readme_table() in README.read_text()
     speed = (ROOT / "docs" / "speed.md").read_text()
     assert targets.small_table() in speed
     assert targets.table() in speed
