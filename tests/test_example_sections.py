@@ -86,8 +86,16 @@ def test_a_command_finds_its_results_and_writes_its_section(
         assert (published / path.name).read_bytes() == path.read_bytes()
 
 
+# Of experiments that go on: they have no section until they are complete.
+ONGOING = {
+    *("find_rate_search", "find_rate_grid"),
+    *("end_of_training", "end_of_training_rates"),
+}
+
+
 def test_no_result_and_no_section_is_left_out_here():
-    numbers = [len(shelf.read(path)) for path in PUBLISHED.glob("*.jsonl")]
+    paths = [path for path in PUBLISHED.glob("*.jsonl") if path.stem not in ONGOING]
+    numbers = [len(shelf.read(path)) for path in paths]
     assert sum(numbers) == sum(number for _, _, number, _ in COMMANDS)
     sections = {section for *_, section in COMMANDS if section}
     not_run = {imagenet_resnet.EXPERIMENT}  # written by hand, see its test
