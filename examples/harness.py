@@ -336,8 +336,12 @@ def _finished(out: pathlib.Path, experiment: str) -> dict[str, Result]:
     """
     found = [read(path) for path in sorted((out / experiment).glob("*.json"))]
     found += shelf.read(out / f"{experiment}.jsonl")
-    identity = [field.name for field in dataclasses.fields(Run)]
-    return {Run(*(result[key] for key in identity)).name: result for result in found}
+    return {run_of(result).name: result for result in found}
+
+
+def run_of(result: Result) -> Run:
+    """The run that this is the result of."""
+    return Run(**{field.name: result[field.name] for field in dataclasses.fields(Run)})
 
 
 def results(runs: Sequence[Run], out: pathlib.Path) -> list[Any]:

@@ -8,6 +8,8 @@ testing. It shows curves, and gives no numbers.
     python examples/penn_treebank_lstm.py --search  # a grid of rates, one epoch each
     python examples/penn_treebank_lstm.py --tenfold --bptt 40 400  # four, higher rates
     python examples/penn_treebank_lstm.py           # 6 epochs at 40, 3 at 400 and 1000
+    python examples/penn_treebank_lstm.py --grid    # a wide grid for all six, 2 epochs
+    python examples/penn_treebank_lstm.py --tuned   # 3 seeds at its rates; 2 at 400
     python examples/penn_treebank_lstm.py --smoke   # a minute, to see it work
 
 The text is 100 streams; the state goes from window to window, and starts at zero with
@@ -30,11 +32,16 @@ At ten times the paper's rates:
 So NG is ahead of its base where there are updates enough to tell (233 an epoch at 40;
 24 at 400, 10 at 1000), and first is SGDMNG or AdaGradNG, not AdamNG. A run takes 21 to
 26 minutes of one core at 40, 11 at 400 and 1000. RESULTS.md has all.
+
+`--grid` and `--tuned` have not run yet: 42 runs of 2 epochs, and at most 26 of 5 or 6.
+`--tuned` takes each rate from the grid that is in `--out`. Both can be split over
+processes by `--algorithms`. A run without flags writes their results before its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -45,7 +52,7 @@ import numpy as np
 import report
 import tensorflow as tf
 from harness import Result, Run
-from report import Claim, last, plus_minus
+from report import Claim, beside, last, lowest, plus_minus
 
 EXPERIMENT = "penn_treebank_lstm"
 PAIRS = {"SGDM": "SGDMNG", "AdaGrad": "AdaGradNG", "Adam": "AdamNG"}
@@ -76,6 +83,19 @@ GRIDS = {
 # The grid says that the paper's rates are ten times too low for some of these.
 TENFOLD = f"{EXPERIMENT}_tenfold"
 TENFOLD_ALGORITHMS = ALGORITHMS[2:]
+# A wider grid, as long for each, decides the rates of all six.
+GRID = f"{EXPERIMENT}_grid"
+WIDE = {
+    "SGDM": (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01),
+    "AdaGrad": (1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001),
+    "Adam": (0.1, 0.03, 0.01, 0.003, 0.001, 0.0003, 0.0001),
+}
+TUNED = f"{EXPERIMENT}_tuned"
+# At each length: which ones, how many epochs and seeds. At 1000 nothing can be decided.
+TUNED_RUNS = {
+    40: (ALGORITHMS, 6, 3),
+    400: (["SGDM", "SGDMNG", "Adam", "AdamNG"], 5, 2),
+}
 
 
 def build_model(words: int, batch: int | None = BATCH) -> keras.Model:
@@ -237,32 +257,41 @@ def export(
     print(f"SavedModel: {folder}", flush=True)
 
 
-def train_all(
+def runs_of(
     experiment: str,
     options: argparse.Namespace,
-    corpus: data.Corpus,
-    test: np.ndarray,
-    label: str,
+    kind: str,
     variants: list[tuple[str, int, float]],
-) -> list[Result]:
-    """Trains (algorithm, length, rate) with every seed."""
-    lookup = vocabulary(corpus.train)
-    text, test = streams(corpus.train, lookup), streams(test, lookup)
-    runs = [
+    epochs: dict[int, int] = EPOCHS,
+    seeds: int = 1,
+) -> list[Run]:
+    """(algorithm, length, rate) with every seed."""
+    return [
         Run(
             experiment,
             name,
             {
                 "bptt": length,
                 "rate": rate,
-                "epochs": options.epochs or EPOCHS[length],
-                "data": corpus.kind,
+                "epochs": options.epochs or epochs[length],
+                "data": kind,
             },
             seed,
         )
-        for seed in range(options.seeds or 1)
+        for seed in range(options.seeds or seeds)
         for name, length, rate in variants
     ]
+
+
+def train_all(
+    runs: list[Run],
+    options: argparse.Namespace,
+    corpus: data.Corpus,
+    test: np.ndarray,
+    label: str,
+) -> list[Result]:
+    lookup = vocabulary(corpus.train)
+    text, test = streams(corpus.train, lookup), streams(test, lookup)
     results = harness.train_all(
         runs,
         lambda run: train(run, text, test, lookup, options.out),
@@ -276,17 +305,24 @@ def train_all(
     return results
 
 
-def search(options: argparse.Namespace, corpus: data.Corpus) -> list[Result]:
-    """One grid for a base and its NG, one epoch, judged on the validation text."""
-    options.epochs = options.epochs or 1
+def search(
+    options: argparse.Namespace,
+    corpus: data.Corpus,
+    experiment: str,
+    grids: dict[str, tuple[float, ...]],
+    epochs: int,
+) -> list[Result]:
+    """One grid for a base and its NG, judged on the validation text."""
+    options.epochs = options.epochs or epochs
     label = f"{corpus.label}; judged on the validation text"
     variants = [
         (name, length, rate)
         for length in options.bptt
         for name in options.algorithms or ALGORITHMS
-        for rate in GRIDS[report.family(name)[0]]
+        for rate in grids[report.family(name)[0]]
     ]
-    results = train_all(SEARCH, options, corpus, corpus.validation, label, variants)
+    runs = runs_of(experiment, options, corpus.kind, variants)
+    results = train_all(runs, options, corpus, corpus.validation, label)
     print(f"\n{search_table(results)}\n\n{report.what_was_run(results)}")
     return results
 
@@ -301,7 +337,7 @@ def search_table(results: list[Result]) -> str:
                 continue
             losses = by_rate(found, name)
             cells = {rate: f"{x:.3f}" for rate, x in losses.items()}
-            cells[lowest(losses)] = f"**{cells[lowest(losses)]}**"
+            cells = report.marked(cells, lowest(losses))
             rows.append([str(length), name, *(cells.get(rate, "") for rate in rates)])
     return report.table(["BPTT", "algorithm", *(f"{r:g}" for r in rates)], rows)
 
@@ -315,11 +351,6 @@ def by_rate(results: list[Result], name: str) -> dict[float, float]:
     }
 
 
-def lowest(losses: dict[Any, float]) -> Any:
-    """Which one has the lowest loss; what is not a number is not low."""
-    return min(losses, key=lambda key: np.nan_to_num(losses[key], nan=np.inf))
-
-
 def tenfold(options: argparse.Namespace, corpus: data.Corpus) -> list[Result]:
     """AdaGrad, Adam and their NG versions at ten times the paper's rates."""
     variants = [
@@ -327,7 +358,43 @@ def tenfold(options: argparse.Namespace, corpus: data.Corpus) -> list[Result]:
         for length in options.bptt
         for name in options.algorithms or TENFOLD_ALGORITHMS
     ]
-    results = train_all(TENFOLD, options, corpus, corpus.test, corpus.label, variants)
+    return train_and_print(
+        runs_of(TENFOLD, options, corpus.kind, variants), options, corpus
+    )
+
+
+def tuned(options: argparse.Namespace, corpus: data.Corpus) -> list[Result]:
+    """The rates that `--grid` chose. What has run with them before counts."""
+    grid = harness.read_all(options.out, GRID)
+    names = options.algorithms or ALGORITHMS
+    rates = {}
+    for name in names:
+        tried = by_rate(report.matching(grid, name, bptt=40, data=corpus.kind), name)
+        wide = WIDE[report.family(name)[0]]
+        rates[name] = report.chosen_rate(name, tried, wide, "--grid", options.out)
+    runs = []
+    for length in options.bptt:
+        known, epochs, seeds = TUNED_RUNS[length]
+        variants = [(name, length, rates[name]) for name in names if name in known]
+        runs += runs_of(TUNED, options, corpus.kind, variants, {length: epochs}, seeds)
+    if not runs:
+        raise SystemExit(f"--tuned has no {names} at a BPTT of {options.bptt}.")
+    return train_and_print([done(run, options.out) for run in runs], options, corpus)
+
+
+def done(run: Run, out: pathlib.Path) -> Run:
+    """The same run of an older experiment, if that has it."""
+    for experiment in (EXPERIMENT, TENFOLD):
+        older = dataclasses.replace(run, experiment=experiment)
+        if harness.results([older], out)[0]:
+            return older
+    return run
+
+
+def train_and_print(
+    runs: list[Run], options: argparse.Namespace, corpus: data.Corpus
+) -> list[Result]:
+    results = train_all(runs, options, corpus, corpus.test, corpus.label)
     print(f"\n{results_table(results)}\n\n{report.what_was_run(results)}")
     return results
 
@@ -368,14 +435,18 @@ def claims(results: list[Result]) -> list[Claim]:
     """What section 4.4 says of its figure."""
     found = []
     for length in sorted(report.distinct(results, "bptt")):
+        names = [n for n in ALGORITHMS if report.matching(results, n, bptt=length)]
+        at = f"BPTT {length}" + " without AdaGrad" * ("AdaGrad" not in names)
         train, test = (
-            {name: last(results, name, metric, bptt=length) for name in ALGORITHMS}
+            {name: last(results, name, metric, bptt=length) for name in names}
             for metric in ("log_perplexity", "val_log_perplexity")
         )
         for losses, where in ((train, "train"), (test, "test")):
-            text = f"BPTT {length}: AdamNG is the best, {where}"
+            text = f"{at}, {where}: AdamNG is the best"
             found.append(Claim(text, *report.best("AdamNG", losses)))
         for base, ng in PAIRS.items():
+            if base not in names:
+                continue
             evidence = ", ".join(
                 f"{where} {plus_minus(of[ng])} against {plus_minus(of[base])}"
                 for of, where in ((train, "train"), (test, "test"))
@@ -395,27 +466,50 @@ def complete(results: list[Result]) -> bool:
     return done == {(name, length) for name in ALGORITHMS for length in lengths}
 
 
-def beside(results: list[Result], out: pathlib.Path, experiment: str) -> list[Result]:
-    """The results of another experiment, on the same data."""
-    kinds = report.distinct(results, "data")
-    found = harness.read_all(out, experiment)
-    return [result for result in found if result["settings"]["data"] in kinds]
+def tuned_beside(results: list[Result], out: pathlib.Path) -> list[Result]:
+    """The results at the grid's rates, on the same data, if they are complete."""
+    found = report.all_seeds(beside(results, out, TUNED), out, EXPERIMENT, TENFOLD)
+    whole = all(
+        len(report.matching(found, name, bptt=length)) >= seeds
+        for length, (names, _, seeds) in TUNED_RUNS.items()
+        for name in names
+    )
+    found.sort(key=lambda result: ALGORITHMS.index(result["algorithm"]))
+    return found if whole else []
 
 
 def write_report(results: list[Result], out: pathlib.Path) -> None:
     sample = results[0]["settings"]["data"] == "sample"
-    lengths = sorted(report.distinct(results, "bptt"))
-    epochs = {r["settings"]["bptt"]: r["settings"]["epochs"] for r in results}
+    at_best = tuned_beside(results, out)
+    decided = report.distinct(at_best, "bptt")
+    shown = at_best + [r for r in results if r["settings"]["bptt"] not in decided]
+    lengths = sorted(report.distinct(shown, "bptt"))
+    epochs = {r["settings"]["bptt"]: r["settings"]["epochs"] for r in shown}
     title = f"{'SAMPLE in place of ' * sample}Penn Treebank, LSTM, batch {BATCH}, " + (
         ", ".join(f"{epochs[length]} epochs at BPTT {length}" for length in lengths)
     )
-    panels = [(f"BPTT {length}", {"bptt": length}) for length in lengths]
+    panels = [
+        (f"BPTT {length}" + ", tuned rates" * (length in decided), {"bptt": length})
+        for length in lengths
+    ]
     metrics = [
         ("log_perplexity", "train log perplexity"),
         ("val_log_perplexity", "test log perplexity"),
     ]
-    report.curves(results, panels, out / f"{EXPERIMENT}.png", metrics, title)
-    parts = [
+    report.curves(shown, panels, out / f"{EXPERIMENT}.png", metrics, title)
+    parts = []
+    if at_best:
+        parts += [
+            "At the rates that one grid chose for all six:",
+            results_table(at_best),
+            "After the last epoch, with 3 seeds at BPTT 40 and 2 at 400. At 1000 an "
+            "epoch is 10 updates: the 30 that we could train decide nothing, so "
+            f"nothing was tuned there. {report.what_was_run(at_best)}",
+            "What the paper says, at these rates:",
+            report.claims_table(claims(at_best), "tuned rates"),
+            "At the paper's own rates (SGDM's and SGDMNG's: of one epoch's grid):",
+        ]
+    parts += [
         results_table(results),
         "After the last epoch. Train is with dropout, as `fit` gives it. "
         + report.what_was_run(results),
@@ -423,7 +517,7 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
     if complete(results):
         parts += [
             "What the paper says, after the last epoch:",
-            report.claims_table(claims(results)),
+            report.claims_table(claims(results), "paper's rates"),
         ]
     higher = beside(results, out, TENFOLD)
     if higher:
@@ -442,7 +536,7 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
         if complete(higher):
             parts += [
                 "What the paper says, with these in place of the four above:",
-                report.claims_table(claims(higher)),
+                report.claims_table(claims(higher), "tenfold rates"),
             ]
     searched = beside(results, out, SEARCH)
     if searched:
@@ -450,9 +544,19 @@ def write_report(results: list[Result], out: pathlib.Path) -> None:
             "The paper gives no rate for SGDM. SGDM's and SGDMNG's, at every length, "
             "are from one grid; AdaGrad's and Adam's are the paper's, and the grid "
             "says what others would have given. Log perplexity of the validation text "
-            f"after {searched[0]['settings']['epochs']} epoch; the lowest in bold.",
+            f"after {searched[0]['settings']['epochs']} epoch; the lowest in bold. "
+            + report.EDGE,
             search_table(searched),
             report.what_was_run(searched),
+        ]
+    if at_best:
+        grid = beside(results, out, GRID)
+        parts += [
+            "The grid of all six, at BPTT 40: log perplexity of the validation text "
+            f"after {grid[0]['settings']['epochs']} epochs; the lowest in bold. "
+            + report.EDGE,
+            search_table(grid),
+            report.what_was_run(grid),
         ]
     report.section(out, EXPERIMENT, f"{title} (section 4.4)", parts)
 
@@ -465,15 +569,24 @@ def main(arguments: Any = None) -> list[Result]:
     mode.add_argument(
         "--tenfold", action="store_true", help="ten times the rates of AdaGrad and Adam"
     )
+    mode.add_argument("--grid", action="store_true", help="a wide grid for all six")
+    mode.add_argument("--tuned", action="store_true", help="the rates that it chose")
     parser.add_argument(
         "--export", type=pathlib.Path, help="where each model goes as a SavedModel"
     )
     options = harness.parse(parser, arguments)
-    short = options.smoke or options.search or options.tenfold
-    options.bptt = options.bptt or (LENGTHS[:1] if short else LENGTHS)
+    short = options.smoke or options.search or options.tenfold or options.grid
+    lengths = tuple(TUNED_RUNS) if options.tuned else LENGTHS
+    options.bptt = options.bptt or (lengths[:1] if short else lengths)
+    if not {*options.bptt} <= {*lengths}:
+        parser.error(f"--tuned is for a --bptt of {lengths}. Received: {options.bptt}")
     corpus = data.penn_treebank(options.data, options.data_dir)
     if options.search:
-        return search(options, corpus)
+        return search(options, corpus, SEARCH, GRIDS, 1)
+    if options.grid:
+        return search(options, corpus, GRID, WIDE, 2)
+    if options.tuned:
+        return tuned(options, corpus)
     if options.tenfold:
         return tenfold(options, corpus)
     baseline = frequencies_alone(corpus.train, corpus.test)
@@ -483,9 +596,8 @@ def main(arguments: Any = None) -> list[Result]:
         for length in options.bptt
         for name in options.algorithms or ALGORITHMS
     ]
-    results = train_all(
-        EXPERIMENT, options, corpus, corpus.test, corpus.label, variants
-    )
+    runs = runs_of(EXPERIMENT, options, corpus.kind, variants)
+    results = train_all(runs, options, corpus, corpus.test, corpus.label)
     write_report(results, options.out)
     return results
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pathlib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import Result, write_text
+from harness import Result, read_all, write_text
 
 HERE = pathlib.Path(__file__).parent
 
@@ -32,12 +32,20 @@ RULE = (
     "spread of the seeds. Else it is not decided; one seed decides nothing. Where a "
     "claim compares several things, each comparison must hold."
 )
+NUMBERS = (
+    "Where it is decided, the numbers are here; the others are in the section, with "
+    "data, seeds and dates."
+)
+EDGE = '"(edge)": nothing beyond this rate was tried.'
 # Student's t for this, by degrees of freedom: seeds of both less two. Then the last.
 T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 class Claim(NamedTuple):
-    """Something that the paper says, how it went here, and the numbers."""
+    """Something that the paper says, how it went here, and the numbers.
+
+    What stands before a colon is the setting: `"6 layers: AdamNG better than Adam"`.
+    """
 
     text: str
     verdict: str
@@ -80,6 +88,34 @@ def best(name: str, values: dict[str, Any], digits: int = 3) -> tuple[str, str]:
     return is_lowest(name, known | {name: values[name]}), evidence
 
 
+def lowest(losses: dict[Any, float]) -> Any:
+    """Which one has the lowest loss; what is not a number is not low."""
+    return min(losses, key=lambda key: np.nan_to_num(losses[key], nan=np.inf))
+
+
+def chosen_rate(
+    name: str,
+    losses: dict[float, float],
+    rates: Collection[float],
+    flag: str,
+    out: pathlib.Path,
+) -> float:
+    """The best rate of an algorithm's grid, which must be complete."""
+    missing = [f"{rate:g}" for rate in rates if rate not in losses]
+    if missing:
+        raise SystemExit(
+            f"The grid of {name} is not complete in {out}: no result at the rates "
+            f"{', '.join(missing)}. Give the command with {flag} first."
+        )
+    return lowest(losses)
+
+
+def marked(cells: dict[float, str], best: float) -> dict[float, str]:
+    """The best rate's in bold; where it is at an edge, see `EDGE`."""
+    edge = " (edge)" * (best in (min(cells), max(cells)))
+    return cells | {best: f"**{cells[best]}**{edge}"}
+
+
 def certain(holds: bool) -> str:
     """Where no seed has a say."""
     return HELD if holds else NOT_HELD
@@ -110,6 +146,27 @@ def matching(
         if result["algorithm"] == algorithm
         and settings.items() <= result["settings"].items()
     ]
+
+
+def beside(
+    results: Sequence[Result], out: pathlib.Path, experiment: str
+) -> list[Result]:
+    """The results of another experiment, on the same data."""
+    kinds = distinct(results, "data")
+    found = read_all(out, experiment)
+    return [result for result in found if result["settings"]["data"] in kinds]
+
+
+def all_seeds(
+    results: Sequence[Result], out: pathlib.Path, *experiments: str
+) -> list[Result]:
+    """With them, what differs from one of them in nothing but its seed."""
+    found = list(results)
+    for result in (r for experiment in experiments for r in read_all(out, experiment)):
+        same = matching(found, result["algorithm"], **result["settings"])
+        if same and result["seed"] not in {other["seed"] for other in same}:
+            found.append(result)
+    return found
 
 
 def distinct(results: Iterable[Result], setting: str) -> list[Any]:
@@ -148,11 +205,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def claims_table(claims: Iterable[Claim]) -> str:
-    return table(
-        ["the paper says", "here", "measured"],
-        [[claim.text, claim.verdict, claim.evidence] for claim in claims],
-    )
+def claims_table(claims: Iterable[Claim], protocol: str = "") -> str:
+    """The protocol, where a claim is tested by several, comes before the setting."""
+    rows = []
+    for text, verdict, evidence in claims:
+        if protocol:
+            text = f"{protocol}{', ' if ': ' in text else ': '}{text}"
+        rows.append([text, verdict, evidence])
+    return table(["the paper says", "here", "measured"], rows)
 
 
 def what_was_run(results: Sequence[Result]) -> str:
@@ -290,19 +350,33 @@ def assemble(results: pathlib.Path = HERE / "results") -> pathlib.Path:
 
 
 def summary(sections: Iterable[str]) -> str:
-    """Every claim of the paper that a section has, with a link to that section."""
+    """A row for every claim of the paper that a section has, with a link to it.
+
+    It says under which protocols, and at which of their settings, the claim held or did
+    not, each with its numbers; and where that is not decided.
+    """
     rows = []
     for text in sections:
         heading = text.partition("\n")[0].removeprefix("## ")
         link = f"[{_short(heading)}](#{_anchor(heading)})"
-        found = [line for part in _CLAIMS.findall(text) for line in part.splitlines()]
-        rows += [f"| {link} {line}" for line in found]
+        claims: dict[str, dict[str, list[str]]] = {}
+        for line in "".join(_CLAIMS.findall(text)).splitlines():
+            said, verdict, evidence = line.strip("| ").split(" | ")
+            where, _, claim = said.rpartition(": ")
+            protocol, _, setting = where.partition(", ")
+            if verdict != UNDECIDED:
+                setting = f"{setting} ({evidence})" if setting else evidence
+            how = f"{verdict}, {protocol}".removesuffix(", ")
+            claims.setdefault(claim, {}).setdefault(how, []).append(setting)
+        for claim, found in claims.items():
+            here = (f"{how}: {'; '.join(at)}" for how, at in found.items())
+            rows.append([link, claim, "<br>".join(h.removesuffix(": ") for h in here)])
         if "NOT RUN" in heading:
-            rows.append(f"| {link} | every claim | not run | |")
+            rows.append([link, "every claim", "not run"])
     if not rows:
         return ""
-    header = "| | the paper says | here | measured |\n| --- | --- | --- | --- |\n"
-    return f"## What held\n\n{RULE}\n\n{header}" + "\n".join(rows) + "\n"
+    claims_by_row = table(["", "the paper says", "here"], rows)
+    return f"## What held\n\n{RULE} {NUMBERS}\n\n{claims_by_row}\n"
 
 
 # The rows of a table of `claims_table`.

@@ -1,5 +1,6 @@
 """`examples/mnist_mlp.py`: models, seeds, claims, and the published results."""
 
+import argparse
 import pathlib
 
 import keras
@@ -45,7 +46,7 @@ def test_adam_ng_learns_where_adam_is_stuck(tmp_path, capsys):
     assert "SAMPLE of MNIST" in (tmp_path / "mnist_mlp_short.md").read_text()
 
 
-@pytest.mark.parametrize("mode", [[], ["--search"]])
+@pytest.mark.parametrize("mode", [[], ["--search"], ["--cosine", "--seeds", "1"]])
 def test_a_smoke_run_works(mode, tmp_path):
     results = mnist_mlp.main([*mode, "--smoke", "--out", str(tmp_path)])
     assert all(len(result["history"]["loss"]) == 2 for result in results)
@@ -146,12 +147,55 @@ def test_the_claims_hold_where_they_should():
             "18 layers: Adam is stuck from the beginning, AdamNG is not",
         ),
         ({"jump_AdamNG_12": 0.3}, "12 layers: SGDMNG fluctuates more than AdamNG"),
-        ({"SGDMNG_6": 0.05}, "6 layers: AdamNG is the best, train loss"),
-        ({"SGDMNG_18": 0.05}, "18 layers: AdamNG is the best, test loss"),
+        ({"SGDMNG_6": 0.05}, "6 layers, train loss: AdamNG is the best"),
+        ({"SGDMNG_18": 0.05}, "18 layers, test loss: AdamNG is the best"),
     ],
 )
 def test_a_claim_that_fails_is_reported(losses, claim):
     assert claim in broken(**losses)
+
+
+def test_a_cosine_run_begins_at_the_same_rate_and_ends_at_zero(monkeypatch):
+    made = []
+
+    def compile_model(model, optimizer):
+        made.append((optimizer, float(optimizer.learning_rate)))
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+
+    monkeypatch.setattr(mnist_mlp, "compile_model", compile_model)
+    digits = data.first(data.mnist("sample", None), 250)  # three batches
+    run = harness.Run("r", "AdamNG", mnist_mlp.settings(6, 0.5, 2, digits), 0)
+    mnist_mlp.train(run, digits)
+    mnist_mlp.train(mnist_mlp.with_cosine(run), digits)
+    (constant, first), (decayed, begin) = made
+    assert first == begin == 0.5
+    assert float(constant.learning_rate) == 0.5
+    assert int(decayed.iterations) == 6 and float(decayed.learning_rate) < 1e-7
+
+
+def test_the_cosine_runs_stand_beside_the_constant_ones_once_they_are_complete(
+    tmp_path,
+):
+    runs = []
+    for made in made_up():
+        settings = made["settings"] | {"rate": 0.1, "epochs": 5, "data": "full"}
+        run = harness.Run("mnist_mlp", made["algorithm"], settings, made["seed"])
+        history = made["history"] | {"val_accuracy": [0.9]}
+        for each in (run, mnist_mlp.with_cosine(run)):
+            harness.write(each, history, 1.0, tmp_path, "made up")
+        runs.append(run)
+
+    def section():
+        options = argparse.Namespace(out=tmp_path, paper=True)
+        mnist_mlp.write_report(harness.results(runs, tmp_path), options)
+        return (tmp_path / "mnist_mlp.md").read_text()
+
+    text = section()
+    for end in ("constant rate", "cosine decay"):
+        assert f"| {end}, 6 layers, train loss: AdamNG is the best | held |" in text
+    path = tmp_path / f"{mnist_mlp.COSINE}.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    assert "cosine decay" not in section()
 
 
 def test_the_rate_is_the_best_on_held_out_examples_and_nan_is_the_worst():

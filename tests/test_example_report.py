@@ -1,4 +1,4 @@
-"""`examples/report.py`: when a claim is held, not held, or not decided."""
+"""`examples/report.py`: what is decided, which runs count, what the summary says."""
 
 import keras
 import numpy as np
@@ -7,6 +7,7 @@ import pytest
 if keras.backend.backend() != "tensorflow":
     pytest.skip("the examples are for TensorFlow", allow_module_level=True)
 
+import harness
 import report
 from report import HELD, NOT_HELD, UNDECIDED
 
@@ -74,7 +75,62 @@ def test_the_summary_has_every_claim_with_a_link_to_its_section():
     section = f"## Data set, 3 epochs (4.1)\n\n{report.claims_table(claims)}\n\nText.\n"
     lines = report.summary([section, "## Another: NOT RUN\n\nText.\n"]).splitlines()
     link = "[Data set](#data-set-3-epochs-41)"
-    assert f"| {link} | x is better | held | 1 against 2 |" in lines
-    assert f"| {link} | y is better | not decided | 1 against 1 |" in lines
-    assert "| [Another](#another-not-run) | every claim | not run | |" in lines
+    assert f"| {link} | x is better | held: 1 against 2 |" in lines
+    assert f"| {link} | y is better | not decided |" in lines
+    assert "| [Another](#another-not-run) | every claim | not run |" in lines
     assert report.summary(["## Nothing claimed\n"]) == ""
+
+
+def test_a_claim_is_one_row_of_the_summary_with_all_that_tested_it():
+    def claims(*verdicts):
+        return [
+            report.Claim(f"{n} layers: x is better", verdict, f"number {n}")
+            for n, verdict in enumerate(verdicts)
+        ]
+
+    constant = report.claims_table(claims(NOT_HELD, UNDECIDED, NOT_HELD), "constant")
+    decayed = report.claims_table(claims(HELD, UNDECIDED, UNDECIDED), "cosine")
+    (row,) = (
+        line
+        for line in report.summary([f"## A\n\n{constant}\n\n{decayed}\n"]).splitlines()
+        if "x is better" in line
+    )
+    assert row.split(" | ")[1:] == [
+        "x is better",
+        "**did not hold**, constant: 0 layers (number 0); 2 layers (number 2)"
+        "<br>not decided, constant: 1 layers"
+        "<br>held, cosine: 0 layers (number 0)"
+        "<br>not decided, cosine: 1 layers; 2 layers |",
+    ]
+
+
+@pytest.mark.parametrize("best, mark", [(0.1, " (edge)"), (0.3, ""), (1.0, " (edge)")])
+def test_a_best_rate_at_an_edge_of_its_grid_is_marked(best, mark):
+    cells = report.marked({0.1: "a", 0.3: "b", 1.0: "c"}, best)
+    assert sum("**" in cell for cell in cells.values()) == 1
+    assert cells[best].endswith(f"**{mark}")
+
+
+def test_the_rate_of_a_grid_that_is_not_complete_is_not_chosen(tmp_path):
+    losses = {0.1: 2.0, 0.3: 1.0, 1.0: np.nan}
+    rates = (0.1, 0.3, 1.0)
+    assert report.chosen_rate("Adam", losses, rates, "--grid", tmp_path) == 0.3
+    with pytest.raises(SystemExit, match="The grid of Adam is not complete .* 3, 10"):
+        report.chosen_rate("Adam", losses, (*rates, 3.0, 10.0), "--grid", tmp_path)
+
+
+def test_more_seeds_are_those_of_the_same_settings_each_once(tmp_path):
+    def write(experiment, seed, rate=0.1):
+        run = harness.Run(experiment, "Adam", {"rate": rate}, seed)
+        harness.write(run, {}, 1.0, tmp_path, "made up")
+
+    for seed in (0, 1):
+        write("new", seed)
+    write("old", 1)
+    write("old", 2)
+    write("old", 3, rate=0.2)
+    known = harness.read_all(tmp_path, "new")
+    found = report.all_seeds(known, tmp_path, "new", "old")
+    assert [(r["experiment"], r["seed"]) for r in found] == [
+        *(("new", 0), ("new", 1), ("old", 2))
+    ]

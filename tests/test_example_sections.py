@@ -77,7 +77,9 @@ def test_a_command_finds_its_results_and_writes_its_section(
 ):
     """No number in RESULTS.md that is not in the results, none of them trained anew."""
     results = example.main([*flags.split(), "--out", str(published)])
-    assert len(results) == number
+    # `--tuned` also counts some of older experiments; its last is its own.
+    own = [r for r in results if r["experiment"] == results[-1]["experiment"]]
+    assert len(own) == number
     written = {path.stem: path.read_text() for path in published.glob("*.md")}
     assert written == (
         {section: (PUBLISHED / f"{section}.md").read_text()} if section else {}
@@ -90,6 +92,7 @@ def test_a_command_finds_its_results_and_writes_its_section(
 ONGOING = {
     *("find_rate_search", "find_rate_grid"),
     *("end_of_training", "end_of_training_rates"),
+    *(mnist_mlp.COSINE, penn.GRID, penn.TUNED, rotten.TUNED),
 }
 
 

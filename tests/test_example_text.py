@@ -242,8 +242,8 @@ def test_claims_of_the_language_model():
     claims = penn.claims(language_results(PERPLEXITIES | {"Adam": 100.0}))
     failed = [claim for claim in claims if claim.verdict == report.NOT_HELD]
     assert [claim.text for claim in failed] == [
-        "BPTT 40: AdamNG is the best, train",
-        "BPTT 40: AdamNG is the best, test",
+        "BPTT 40, train: AdamNG is the best",
+        "BPTT 40, test: AdamNG is the best",
         "BPTT 40: AdamNG is better than Adam",
     ]
     assert failed[1].evidence == "AdamNG 5.011 ± 0.000, Adam 4.605 ± 0.000"
@@ -274,6 +274,91 @@ def test_ten_times_the_rates_of_the_language_model(tmp_path, capsys):
     assert "ten times" not in (tmp_path / f"{penn.EXPERIMENT}.md").read_text()
     penn.write_report([result], tmp_path)
     assert "ten times" in (tmp_path / f"{penn.EXPERIMENT}.md").read_text()
+
+
+def write(out, experiment, name, seed=0, history=(), **settings):
+    run = Run(experiment, name, settings, seed)
+    harness.write(run, dict(history), 1.0, out, "made up")
+
+
+def write_grid(out, name, best, kind, rates=None):
+    for rate in rates or penn.WIDE[report.family(name)[0]]:
+        perplexity = [900.0, 100.0 if rate == best else 500.0]
+        history = {"perplexity": perplexity, "val_perplexity": perplexity}
+        settings = {"bptt": 40, "rate": rate, "epochs": 2, "data": kind}
+        write(out, penn.GRID, name, 0, history, **settings)
+
+
+def test_every_algorithm_has_a_grid_of_its_own_family_about_two_rates_a_decade():
+    assert {*penn.WIDE} == {*penn.PAIRS}
+    for rates in penn.WIDE.values():
+        np.testing.assert_allclose(np.divide(rates[2:], rates[:-2]), 0.1, rtol=1e-9)
+        assert len(rates) == 7 and rates[0] / rates[-1] == pytest.approx(1000)
+
+
+def test_the_wide_grid_of_the_language_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(penn, "WIDE", {"Adam": (0.01,)})
+    flags = ["--smoke", "--grid", "--algorithms", "AdamNG", "--out", str(tmp_path)]
+    (result,) = penn.main(flags)
+    assert result["experiment"] == penn.GRID and result["settings"]["epochs"] == 2
+    assert "(edge)" in capsys.readouterr().out
+
+
+def test_tuned_runs_have_the_grids_rate_and_those_of_before_count(tmp_path):
+    """Each algorithm needs no grid but its own."""
+    write_grid(tmp_path, "AdamNG", 0.03, "sample")
+    write_grid(tmp_path, "Adam", 0.03, "sample", penn.WIDE["Adam"][1:])
+    settings = {"bptt": 40, "rate": 0.03, "epochs": 1, "data": "sample"}
+    perplexity = {"perplexity": [9.0], "val_perplexity": [9.0]}
+    write(tmp_path, penn.TENFOLD, "AdamNG", 0, perplexity, **settings)
+    flags = ["--smoke", "--tuned", "--epochs", "1", "--seeds", "2"]
+    flags += ["--out", str(tmp_path), "--algorithms"]
+    for _ in range(2):
+        results = penn.main([*flags, "AdamNG"])
+        assert [r["experiment"] for r in results] == [penn.TENFOLD, penn.TUNED]
+        assert [r["seed"] for r in results] == [0, 1]
+        assert {r["settings"]["rate"] for r in results} == {0.03}
+        assert len(harness.read_all(tmp_path, penn.TUNED)) == 1
+    with pytest.raises(SystemExit, match="The grid of Adam is not complete .* 0.1. "):
+        penn.main([*flags, "Adam"])
+
+
+def test_tuned_is_not_for_1000_words():
+    with pytest.raises(SystemExit) as stopped:
+        penn.main(["--smoke", "--tuned", "--bptt", "1000"])
+    assert stopped.value.code == 2
+
+
+def test_the_section_begins_with_the_tuned_runs_once_they_are_complete(tmp_path):
+    for name, best in PERPLEXITIES.items():
+        write_grid(tmp_path, name, penn.WIDE[report.family(name)[0]][2], "full")
+        for length, (names, epochs, seeds) in penn.TUNED_RUNS.items():
+            settings = {"bptt": length, "rate": 0.1, "epochs": epochs, "data": "full"}
+            history = {"perplexity": [900.0, best], "val_perplexity": [900.0, best]}
+            for seed in range(seeds * (name in names)):
+                experiment = penn.TUNED if seed else penn.EXPERIMENT
+                write(tmp_path, experiment, name, seed, history, **settings)
+
+    def section():
+        penn.write_report(language_results(PERPLEXITIES), tmp_path)
+        return (tmp_path / f"{penn.EXPERIMENT}.md").read_text()
+
+    text = section()
+    said = [line for line in text.splitlines() if "AdamNG is the best | held" in line]
+    assert [line.split(":")[0] for line in said] == [
+        "| tuned rates, BPTT 40, train",
+        "| tuned rates, BPTT 40, test",
+        "| tuned rates, BPTT 400 without AdaGrad, train",
+        "| tuned rates, BPTT 400 without AdaGrad, test",
+        "| paper's rates, BPTT 40, train",
+        "| paper's rates, BPTT 40, test",
+    ]
+    assert "decide nothing" in text and "| 40 | AdamNG | 0.1 | 6 |" in text
+    assert "6 epochs at BPTT 40, 5 epochs at BPTT 400" in text.splitlines()[0]
+    assert "**4.605**" in text and "(edge)" not in text.replace(report.EDGE, "")
+    path = tmp_path / f"{penn.TUNED}.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    assert "tuned" not in section()
 
 
 def test_the_cnn_is_kims():
@@ -359,6 +444,40 @@ def sentiment_results(accuracies):
     )
 
 
+def test_tuned_runs_of_the_cnn_have_the_rate_that_its_grid_chose(tmp_path, capsys):
+    flags = ["--smoke", "--epochs", "1", "--seeds", "1", "--out", str(tmp_path)]
+    flags += ["--algorithms", "Adam", "AdamNG"]
+    tuned = [*flags[:-1], "--tuned"]
+    with pytest.raises(SystemExit, match="The grid of Adam is not complete"):
+        rotten.main(tuned)
+    for rate, accuracy in zip(rotten.GRID[:2], (0.5, 0.6)):
+        history = {"dev_accuracy": [0.5, accuracy], "val_accuracy": [0.5, 0.5]}
+        settings = {"rate": rate, "epochs": 10, "data": "sample"}
+        write(tmp_path, rotten.SEARCH, "Adam", 0, history, **settings)
+    (result,) = rotten.main(tuned)
+    assert result["experiment"] == rotten.TUNED
+    assert result["settings"]["rate"] == rotten.GRID[1]
+    assert f"| Adam | {rotten.GRID[1]:g} | " in capsys.readouterr().out
+
+
+def test_the_tuned_runs_of_the_cnn_stand_beside_the_others(tmp_path):
+    results = sentiment_results(rotten.PAPER)
+    for seed in range(rotten.TUNED_SEEDS):
+        rotten.write_report(results, tmp_path)
+        text = (tmp_path / f"{rotten.EXPERIMENT}.md").read_text()
+        assert "paper's rates, chosen epoch: AdamNG is the best" in text
+        assert "tuned rates" not in text
+        for result in results[::2]:
+            settings = result["settings"] | {"epochs": 20}
+            name, history = result["algorithm"], result["history"]
+            write(tmp_path, rotten.TUNED, name, seed, history, **settings)
+    rotten.write_report(results, tmp_path)
+    text = (tmp_path / f"{rotten.EXPERIMENT}.md").read_text()
+    assert text.count("| tuned rates, chosen epoch: ") == 6
+    assert "tuned rates, best" not in text
+    assert text.count("| AdamNG | 0.1 | 77.11 ± 0.00 |") == 2
+
+
 def test_the_rates_of_sgdm_are_those_that_the_published_search_found():
     results = harness.read_all(PUBLISHED, rotten.SEARCH)
     for name in rotten.ALGORITHMS:
@@ -381,10 +500,10 @@ def test_claims_of_the_cnn():
     claims = rotten.claims(sentiment_results(rotten.PAPER | {"Adam": 78.0}))
     failed = [claim.text for claim in claims if claim.verdict == report.NOT_HELD]
     assert failed == [
-        "AdamNG is better than Adam, best of all epochs",
-        "AdamNG is the best, best of all epochs",
-        "AdamNG is better than Adam, chosen",
-        "AdamNG is the best, chosen",
+        "best of all epochs: AdamNG is better than Adam",
+        "best of all epochs: AdamNG is the best",
+        "chosen epoch: AdamNG is better than Adam",
+        "chosen epoch: AdamNG is the best",
     ]
 
 
