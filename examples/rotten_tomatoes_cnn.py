@@ -359,7 +359,7 @@ def speed(options: argparse.Namespace, reviews: data.Data) -> list[Result]:
             for name, optimizer in models.items()
         }
         history: dict[str, list[float]] = {name: [] for name in models}
-        for turn in range(4 if options.smoke else 31):
+        for turn in range(2 if options.smoke else 31):
             for name, model in models.items():
                 before = time.perf_counter()
                 model.fit(batches, steps_per_epoch=10, shuffle=False, verbose=0)

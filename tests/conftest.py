@@ -1,3 +1,4 @@
+import gc
 import os
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -11,6 +12,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import numpy as np
 import pytest
+
+# Frameworks make objects by the million: to look through them all, again and again,
+# would be a tenth of the time.
+gc.set_threshold(50_000, 10, 20)
 
 # Enough devices to see sums over replicas.
 if os.environ["KERAS_BACKEND"] == "tensorflow":
@@ -44,3 +49,16 @@ def _fresh_keras():
     keras.utils.set_random_seed(0)
     yield
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture
+def without_xla(monkeypatch):
+    """Models that ask for XLA do without: compiling one takes longer than its test."""
+    import keras
+
+    compile_with = keras.Model.compile
+
+    def compile_without(self, *args, **kwargs):
+        compile_with(self, *args, **{**kwargs, "jit_compile": False})
+
+    monkeypatch.setattr(keras.Model, "compile", compile_without)

@@ -14,6 +14,7 @@ import find_rate
 import mnist_mlp
 import rules
 
+pytestmark = pytest.mark.usefixtures("without_xla")
 ABOVE = {0.1: [1.0, 1.1, 0.9], 0.01: [2.0, 2.1, 1.9], 0.03: [1.05, 1.2, 0.95]}
 
 
