@@ -10,7 +10,13 @@ learning rate for all four: that of `keras_bng.find_learning_rate`, 1,000 steps 
     python examples/end_of_training.py                # all of MNIST, 10 epochs, 3 seeds
     python examples/end_of_training.py --data sample  # 4,000 digits, 75 epochs
 
-Not run in full yet. Finished runs are kept in `--out`, also the rates that were found.
+Measured on all of MNIST, 96 runs, 20 seconds each on a core of its own (RESULTS.md has
+all). At 6 layers each end is better than a constant rate: test accuracy 0.974 to 0.977
+instead of 0.965 to 0.968. At 18 layers seeds differ by up to 0.26, more than the ends.
+The average of weights was better than the weights themselves in 24 of 24 runs. A cosine
+decay was worst with AdamNG at 18 layers, 0.735 to 0.765, and best with SGDNG, 0.873.
+`beta_2` made no difference that three seeds can show. The sample was not run. Finished
+runs are kept in `--out`, also the rates that were found.
 """
 
 from __future__ import annotations
