@@ -49,8 +49,9 @@ def find_learning_rate(
     the start is never taken.
 
     The loss after a short training favours rates that are good at first. In a training
-    ten times as long the next lower rate is often better, above all without a schedule.
-    A tenth of the steps that you will train for is a good budget.
+    ten times as long, at a constant rate, a third of the rate that was picked is better
+    in most cases: try it, too. A tenth of the steps that you will train for is a good
+    budget; do not trust it with less, or where it warns of a plateau.
 
     Args:
         model: A compiled model, with any Keras optimizer but a `MultiOptimizer`.
