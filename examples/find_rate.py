@@ -199,6 +199,16 @@ class Study:
         settings = {key: value for key, value in search.items() if key != "rates"}
         return Run(MOVES, algorithm, settings | {"rate": best}, 0)
 
+    def lower(self, name: str, algorithm: str, picked: float | None) -> bool | None:
+        """Whether the next lower rate of the grid is better than the pick, seed 0."""
+        trained = self.trained(name, algorithm)
+        below = [rate for rate in trained if picked is not None and rate < picked]
+        if not below:
+            return None
+        rates = max(below), picked
+        a, b = (self.judged(name, trained[rate][0]) for rate in rates)
+        return a < b
+
     def row(self, name: str, algorithm: str) -> dict[str, Any] | None:
         """A case of the table; None, if pick or grid are not done."""
         found, best = self.pick(name, algorithm), self.best(name, algorithm)
@@ -222,6 +232,7 @@ class Study:
             "at picked": None if picked is None else values(picked),
             "at best": values(best),
             "verdict": verdict(picked, best, values),
+            "lower": self.lower(name, algorithm, picked),
             "cost": steps / whole,
             "moved": moved["history"]["relative_step"] if moved else None,
         }
@@ -312,6 +323,7 @@ def write_report(study: Study) -> list[dict[str, Any]]:
     out = study.options.out
     plot(study, rows, out / "find_rate.png")
     good = sum(row["verdict"] in GOOD for row in rows)
+    lower = [row["lower"] for row in rows if row["lower"] is not None]
     searched = [study.pick(row["task"], row["algorithm"]) for row in rows]
     trained = [
         result
@@ -328,7 +340,8 @@ def write_report(study: Study) -> list[dict[str, Any]]:
     sample = any(task.kind == "sample" for task in study.tasks.values())
     parts = [
         f"The pick is as good as the grid's best in {good} of {len(rows)} cases, for "
-        f"{low:.0f} to {high:.0f} % of the grid's steps.",
+        f"{low:.0f} to {high:.0f} % of the grid's steps. The grid's next lower rate is "
+        f"better than the pick in {sum(lower)} of {len(lower)}, with seed 0.",
         table(study, rows),
         f"Judged, lower is better: {measures}. Several seeds where pick and best "
         "differ; worse means by more than two standard errors. Relative step: how far "
